@@ -6,7 +6,6 @@
 //           or a flat one if the moment is flat.
 // results   as there; then the scales, aliased with their operands.
 // random    whether to round stochastically.
-// mu_offsets, nu_offsets   start of each leaf in a flat moment; empty: use `offsets`.
 // ids       for each leaf the number of the whole leaf to which it belongs.
 // cuts      for each leaf the piece and the whole piece of its two cuts; empty: it is part
 //           parts[i, 0] of contiguous parts of equal size.

@@ -119,7 +119,7 @@ def h200s():
 
 @pytest.fixture
 def several_kernel_calls(monkeypatch):
-    """Splits updates of small states, as those of large ones are split."""
+    """A kernel call for each bucket, as large states have several."""
     from jdistadam.distributed import update
 
-    monkeypatch.setattr(update, "MERGED_BYTES", 1 << 14)
+    monkeypatch.setattr(update, "MERGED_BYTES", 1)

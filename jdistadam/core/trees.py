@@ -248,7 +248,7 @@ def check_dtypes(
             )
 
 
-def check_memory(**named: Any) -> None:
+def check_memory(advice: str = "", /, **named: Any) -> None:
     """Raises MeshError for an array in host memory, which programs here do not read."""
     for name, tree in named.items():
         kinds = [_host_memory(x) for x in jax.tree.leaves(tree)]
@@ -257,7 +257,7 @@ def check_memory(**named: Any) -> None:
             raise MeshError(
                 f"{paths(tree, name)[place]}: in host memory, which is not supported here: "
                 f"got memory kind {kinds[place]!r}, expected device memory. Move it there first: "
-                f"jax.device_put({name}, jax.memory.Space.Device)."
+                f"jax.device_put({name}, jax.memory.Space.Device).{advice}"
             )
 
 

@@ -64,8 +64,8 @@ def check_ema_decay(value: Any) -> None:
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
 
 
-def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> frozenset[str]:
-    """The flat arrays that ``state_memory`` puts on the host.
+def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, ...]:
+    """The flat arrays that ``state_memory`` puts on the host, in the order of ``FLAT_ARRAYS``.
 
     Args:
       value: The argument.
@@ -82,7 +82,8 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> frozenset[st
         if name not in names:
             raise PolicyError(
                 f"state_memory: an array that this state does not have: got {name!r}, expected "
-                f"{', '.join(map(repr, names))}. Leave it out of state_memory."
+                f"{', '.join(map(repr, names))}. Leave it out of state_memory; a state has "
+                '"main_params" if it keeps them, and "ema" with ema_decay.'
             )
         if place not in memory.MEMORIES:
             what = f"state_memory[{name!r}]" if given is value else "state_memory"
@@ -90,7 +91,7 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> frozenset[st
                 f"{what}: unknown: got {place!r}, expected {memories}. "
                 'Pass one of these, or a dict such as {"mu": "pinned_host", "nu": "pinned_host"}.'
             )
-    on_host = frozenset(name for name in given if given[name] == memory.HOST)
+    on_host = tuple(name for name in names if given.get(name) == memory.HOST)
     if has_ema and "main_params" in on_host and "ema" not in on_host:
         raise PolicyError(
             "state_memory: the average is made from main parameters, and cannot be on the device "

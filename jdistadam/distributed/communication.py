@@ -102,7 +102,7 @@ def choose_communication(
         return OVER_XLA
     reasons = [*(["norms"] if has_norms else []), *_obstacles(parallel, policy, algorithm)]
     if on_host:
-        reasons.insert(0, f"{', '.join(sorted(on_host))} in host memory")
+        reasons.insert(0, f"state_memory of {', '.join(on_host)}")
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:

@@ -54,13 +54,13 @@ class DistributedConfig:
     ema_decay: float | None = None
     norm_guard: NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
-    on_host: frozenset[str] = frozenset()
+    on_host: tuple[str, ...] = ()
     state_buffer_bytes: float = 0
 
     @property
     def steps_in_windows(self) -> bool:
-        """Whether a step updates the state window by window: [Note: windows]."""
-        return bool(self.on_host - {"ema"})
+        """Whether a step may update windows of the state: [Note: windows] in host_memory.py."""
+        return any(name != "ema" for name in self.on_host)
 
     def state_sharding(self, name: str) -> NamedSharding:
         """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""

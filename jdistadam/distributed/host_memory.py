@@ -67,9 +67,15 @@ def to_host(config: DistributedConfig, opt_state: Any) -> Any:
 
 def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     """Raises MeshError for an array on the host, unless ``state_memory`` puts it there."""
-    if config is not None:
-        named = {name: map_arrays(config.on_host, lambda _: None, x) for name, x in named.items()}
-    trees.check_memory(**named)
+    if config is None or not config.on_host:
+        trees.check_memory(**named)
+        return
+    named = {name: map_arrays(config.on_host, lambda _: None, x) for name, x in named.items()}
+    advice = (
+        f" state_memory of this optimizer is that of {', '.join(config.on_host)}: to place a whole "
+        "state, call jax.device_put(opt_state, tx.state_shardings())."
+    )
+    trees.check_memory(advice, **named)
 
 
 def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
@@ -184,7 +190,7 @@ def within(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
-    """Moves the buckets' part of a flat host array to the device."""
+    """The buckets' part of a flat array in either memory, on the device."""
     return memory.cut_lines(x, *lines(x, buckets))
 
 
@@ -195,7 +201,7 @@ def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
 
 
 def lines(flat: Any, buckets: Sequence[Bucket]) -> Any:
-    """The window of some buckets in a flat array of a state, in elements: a tree of ``Lines``."""
+    """The window of some buckets in a flat array of a state: a tree of ``Lines``."""
     first, last = buckets[0], buckets[-1]
     operand, start = operand_of(flat, first), offset_of(flat, first)
     widths = BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK

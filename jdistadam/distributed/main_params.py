@@ -283,22 +283,22 @@ def _next_in_windows(
     after: Sequence[Any],
 ) -> Any:
     """``next_ema`` for an average in host memory: [Note: windows] in host_memory.py."""
-    here = dataclasses.replace(config, on_host=frozenset())
+    here = dataclasses.replace(config, on_host=())
     parts = host_memory.parts(layout, splits=True)
-    moves_main = "main_params" in config.on_host
+    mains = [main if x.layout.main_size else None for x in parts]
     arrays, lines = [], []
-    for part in parts:
-        has_main = main is not None and part.layout.main_size
-        arrays.append({"ema": old} | ({"main": main} if has_main and moves_main else {}))
+    for part, of_part in zip(parts, mains, strict=True):
+        moves_main = of_part is not None and "main_params" in config.on_host
+        arrays.append({"ema": old} | ({"main": of_part} if moves_main else {}))
         lines.append({k: host_memory.lines(x, part.buckets) for k, x in arrays[-1].items()})
     stream = host_memory.Stream(arrays, lines, [*shards[:1], *after], config.state_buffer_bytes)
-    for part in parts:
+    for part, of_part in zip(parts, mains, strict=True):
         window = stream.take()
-        of_part = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]
-        of_main = window.get("main")
-        if main is not None and part.layout.main_size and not moves_main:
-            of_main = host_memory.cut(main, part.buckets)
-        new = next_ema(here, part.layout, window["ema"], of_part, of_main, is_skipped)
+        if of_part is not None:
+            has_main = "main" in window
+            of_part = window["main"] if has_main else host_memory.cut(main, part.buckets)
+        of_shards = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]
+        new = next_ema(here, part.layout, window["ema"], of_shards, of_part, is_skipped)
         stream.put({"ema": new})
     return stream.whole(0)["ema"] if parts else old
 

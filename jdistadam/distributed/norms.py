@@ -1,4 +1,4 @@
-"""Norms of gradients, parameters and updates: total, by leaf or by group of leaves.
+"""The global norm of gradients; norms of gradients, parameters and updates, by leaf or by group.
 
 The kernels sum the squares (cuda/squares.h); they treat each bucket's shard as one leaf. In a
 bucket that packs several leaves, each device has another part of the leaves. So there the kernels

@@ -204,6 +204,8 @@ def distributed(
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020. NVIDIA Apex,
       ``DistributedFusedAdam``.
     """
+    if isinstance(state_memory, Mapping):
+        state_memory = dict(state_memory)  # the caller's may change
     options = {name: value for name, value in locals().items() if name != "tx"}
     algorithm = _algorithm_of(tx)
     if tx.distributed_by is not None:

@@ -50,19 +50,10 @@ class Piece(NamedTuple):
         end = self.start + self.bucket.shard_size
         return native.unfused(lax.slice_in_dim(shard.reshape(-1), self.start, end))
 
-    def put(self, shard: Any, part: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """Returns an array of this shape, such as the bucket's shard, with ``part`` replaced.
 
-        Args:
-          shard: The array, None for zeros.
-          part: As ``of`` returns it.
-          shape: The shape.
-        """
-        if self.start is None:
-            return part
-        flat = jnp.zeros(math.prod(shape), part.dtype) if shard is None else shard.reshape(-1)
-        flat, part = collectives.vary_together((flat, part))
-        return lax.dynamic_update_slice_in_dim(flat, part, self.start, 0).reshape(shape)
+def joined(bucket: Bucket, parts: Sequence[jax.Array]) -> jax.Array:
+    """The shard of a bucket, of which ``Piece.of`` returns these parts in order."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts).reshape(bucket.shard_shape)
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:

@@ -90,6 +90,8 @@ Phase = tuple[Collective, ...]
 MERGED_BYTES = 256 << 20
 """``train_step`` lets XLA merge collectives up to this many bytes of results.
 
+Kernel calls are split accordingly: [Note: gathers beside updates] in update.py.
+
 XLA's own limit of 30 MiB counts shards: it merges most models into one collective that starts when
 the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
 """
@@ -125,7 +127,7 @@ class BucketSchedule:
     def gathered_bytes(self) -> int:
         """Bytes that the last gather of ``after_update`` returns; 0 if nothing is sent."""
         sent = [x for x in self.after_update if x.devices > 1]
-        return sum(x.elements * x.dtype.itemsize for x in sent[-1:])
+        return sent[-1].elements * sent[-1].dtype.itemsize if sent else 0
 
     @property
     def collectives(self) -> Phase:

@@ -3,7 +3,8 @@
 [Note: gathers beside updates]
 A kernel call updates no more buckets than those whose new parameters XLA sends in one merged
 all-gather. The gather of one call then runs beside the next call. The call after that waits for it,
-by an optimization barrier: otherwise XLA starts all gathers when the last call has ended.
+by an optimization barrier: otherwise XLA starts all gathers when the last call has ended. A state
+in host memory is updated in windows instead, and gathered at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.communication import gather_parameters
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import operand_of, with_result
+from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import asked_of
@@ -184,11 +185,11 @@ def update_shards(
     calls = _kernel_calls(config, schedule, grads)
     streamed = [pieces for pieces in calls if _on_host(config, pieces[0].bucket)]
     stream = _stream(config, streamed, flat, grads)
-    shards: list[Any] = [None] * len(grads)
+    parts: list[list[jax.Array]] = [[] for _ in grads]
     gathered: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
     for k, pieces in enumerate(calls):
-        if k >= 2 and not streamed:
+        if k >= 2 and not config.steps_in_windows:
             flat = _after_gathers(schedule, flat, gathered, calls[k - 2])
         buckets = [piece.bucket for piece in pieces]
         on_host, of_state = _on_host(config, buckets[0]), flat.operands(buckets[0])
@@ -198,7 +199,7 @@ def update_shards(
             [piece.of(arrays[piece.bucket_index]) for piece in pieces] for arrays in (grads, old)
         )
         operands = Operands(of_grads, of_params, (), ())
-        spec, operands = _call_of(config, buckets, operands, of_state)
+        spec, operands = _call_of(config, buckets, flat, operands, of_state)
         call: Any = (spec, scalars, operands.unfused())
         is_any = config.algorithm.storage.is_any
         if is_any:
@@ -219,15 +220,15 @@ def update_shards(
         flat = flat.replaced(buckets[0], of_state)
         for piece, part in zip(pieces, new, strict=True):
             i = piece.bucket_index
-            shards[i] = piece.put(shards[i], part, layout.buckets[i].shard_shape)
-            if not streamed:
-                gathered[i] = _gathered(config.parallel, schedule.buckets[i], shards[i])
-    if streamed:
-        gathered = [
-            _gathered(config.parallel, *pair) for pair in zip(schedule.buckets, shards, strict=True)
-        ]
+            parts[i].append(part)
+            if not config.steps_in_windows:
+                gathered[i] = _gathered(config.parallel, schedule.buckets[i], part)
     for i, pieces in enumerate(streamed):
         flat = flat.replaced(pieces[0].bucket, stream.whole(i))
+    shards = [packing.joined(*pair) for pair in zip(layout.buckets, parts, strict=True)]
+    for i, entry in enumerate(schedule.buckets):
+        if gathered[i] is None:
+            gathered[i] = _gathered(config.parallel, entry, shards[i])
     return ShardUpdate(flat, shards, gathered, sums)
 
 
@@ -288,7 +289,7 @@ def _kernel_calls(
         if _on_host(config, layout.buckets[call[0]]):
             windows += host_memory.windows(layout, call, splits=splits)
         else:
-            groups = _merged(schedule, call)
+            groups = [call] if config.steps_in_windows else _merged(schedule, call)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
     return host_memory.ordered(windows) + whole
 
@@ -297,17 +298,19 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     """Splits buckets, in order, into groups whose gathers XLA merges into one."""
     groups, nbytes = list[list[int]](), 0
     for i in indices:
-        nbytes += schedule.buckets[i].gathered_bytes
-        if not groups or nbytes > MERGED_BYTES:
+        added = schedule.buckets[i].gathered_bytes
+        if not groups or (added and nbytes + added > MERGED_BYTES):
             groups.append([])
-            nbytes = schedule.buckets[i].gathered_bytes
+            nbytes = 0
         groups[-1].append(i)
+        nbytes += added
     return groups
 
 
 def _call_of(
     config: DistributedConfig,
     buckets: Sequence[Bucket],
+    flat: FlatState,
     operands: Operands,
     of_state: dict[str, Any],
 ) -> tuple[Spec, Operands]:
@@ -315,9 +318,8 @@ def _call_of(
     first, windows = buckets[0], host_memory.within(buckets)
 
     def offsets(name: str) -> tuple[int, ...]:
-        coded = name != "main_params" and config.algorithm.storage.codec_of(name).is_coded
         placed = windows if name in config.on_host else buckets
-        return tuple(x.moment_offset if coded else x.offset for x in placed)
+        return tuple(offset_of(getattr(flat, name), x) for x in placed)
 
     spec = Spec(
         "step",

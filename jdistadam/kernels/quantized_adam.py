@@ -200,7 +200,7 @@ def adam_reference(
 ) -> Results:
     """The same step by the reference implementation: with numpy the same bits."""
     shapes = [x.shape for x in operands.grads]
-    cut = (_split(spec, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
+    cut = (_split(spec.adam, kind, arrays, shapes) for kind, arrays in operands._asdict().items())
     leaves = Operands(*cut)
     rows = [scalars.coefficients[group] for group in spec.adam.groups]
     bits = [_bits(spec, rounded, positions, i, shape, xp) for i, shape in enumerate(shapes)]
@@ -211,7 +211,7 @@ def adam_reference(
     ]
     made = Results(*(tuple(x) for x in zip(*steps, strict=True)))
     params, mu, nu, out = (
-        _join(spec, kind, getattr(operands, kind), getattr(made, kind), xp)
+        _join(spec.adam, kind, getattr(operands, kind), getattr(made, kind), xp)
         for kind in Results._fields
     )
     mode = spec.adam.mode
@@ -223,7 +223,7 @@ def squares_reference(
 ) -> Any:
     """The sums of squares by the reference implementation."""
     shapes = [x.shape for x in operands.grads]
-    cut = Operands(*(_split(spec, kind, x, shapes) for kind, x in operands._asdict().items()))
+    cut = Operands(*(_split(spec.adam, kind, x, shapes) for kind, x in operands._asdict().items()))
     mu, nu = (
         [codec_of(x).decode(kind, x, xp) for x in getattr(cut, kind)] for kind in ("mu", "nu")
     )
@@ -263,26 +263,24 @@ def _of_scales(spec: Spec, kind: str) -> Spec:
     )
 
 
-def _split(spec: QuantizedSpec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
+def _split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Any) -> Sequence[Any]:
     """Splits flat arrays into leaves."""
-    flat = spec.adam
-    if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
-        return kernel.split(flat, kind, arrays, shapes)
-    codes = kernel.split(flat, kind, codes_of(arrays), shapes)
-    of_scales = _of_scales(flat, kind)
+    if kind not in spec.flat or not arrays or not is_codes(arrays[0]):
+        return kernel.split(spec, kind, arrays, shapes)
+    codes = kernel.split(spec, kind, codes_of(arrays), shapes)
+    of_scales = _of_scales(spec, kind)
     scales = kernel.split(of_scales, kind, _scales(arrays), [(n,) for n in of_scales.sizes])
     return _coded(codes, scales)
 
 
 def _join(
-    spec: QuantizedSpec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
+    spec: Spec, kind: str, arrays: Sequence[Any], leaves: Sequence[Any], xp: Any
 ) -> tuple[Any, ...]:
     """Writes leaves back into their flat arrays."""
-    flat = spec.adam
-    if kind not in flat.flat or not arrays or not is_codes(arrays[0]):
-        return kernel.join(flat, kind, arrays, leaves, xp)
-    codes = kernel.join(flat, kind, codes_of(arrays), codes_of(leaves), xp)
-    of_scales = _of_scales(flat, kind)
+    if kind not in spec.flat or not arrays or not is_codes(arrays[0]):
+        return kernel.join(spec, kind, arrays, leaves, xp)
+    codes = kernel.join(spec, kind, codes_of(arrays), codes_of(leaves), xp)
+    of_scales = _of_scales(spec, kind)
     return _coded(codes, kernel.join(of_scales, kind, _scales(arrays), _scales(leaves), xp))
 
 

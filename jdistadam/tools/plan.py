@@ -41,7 +41,7 @@ class Plan:
       collectives: The collectives of a step.
       communication: The transport, and why it is not peer memory.
       on_host: Between steps in host memory, for this device, by name; with
-        ``state_memory="pinned_host"``.
+        ``state_memory``.
     """
 
     held: dict[str, int]

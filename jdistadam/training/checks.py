@@ -69,7 +69,7 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
         "policy": repr(config.policy),
         "moments": str(config.algorithm),
         "communication": config.communication.transport,
-        "state_memory": f"{sorted(config.on_host)} on the host",
+        "state_memory": ", ".join(config.on_host) or "device",
         "layout": config.layout_text(config.layout(config.tensor_local(params))),
     }
     if lower is None:
