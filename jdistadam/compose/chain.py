@@ -157,7 +157,7 @@ class _DistributedChain:
                 raise PolicyError(
                     f"chain, transformation {i}: it would see each device's gradients before "
                     f"they are summed, and {why}: got a distributed optimizer after it, expected "
-                    "a transformation that is linear in the gradients. "
+                    "a transformation that is linear in the gradients and keeps nothing of them. "
                     "For clipping pass max_grad_norm, for weight decay weight_decay or l2; for "
                     "noise see docs/recipes.md."
                 )

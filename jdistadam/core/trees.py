@@ -249,15 +249,18 @@ def check_dtypes(
 
 
 def check_memory(advice: str = "", /, **named: Any) -> None:
-    """Raises MeshError for an array in host memory, which programs here do not read."""
+    """Raises MeshError for an array in host memory, which programs here do not read.
+
+    ``advice`` says how to move it; "": all of the tree to the device.
+    """
     for name, tree in named.items():
         kinds = [_host_memory(x) for x in jax.tree.leaves(tree)]
         if any(kinds):
             place = next(i for i, kind in enumerate(kinds) if kind)
+            to_device = f"Move it there first: jax.device_put({name}, jax.memory.Space.Device)."
             raise MeshError(
                 f"{paths(tree, name)[place]}: in host memory, which is not supported here: "
-                f"got memory kind {kinds[place]!r}, expected device memory. Move it there first: "
-                f"jax.device_put({name}, jax.memory.Space.Device).{advice}"
+                f"got memory kind {kinds[place]!r}, expected device memory. {advice or to_device}"
             )
 
 

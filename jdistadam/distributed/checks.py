@@ -82,14 +82,14 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
         if name not in names:
             raise PolicyError(
                 f"state_memory: an array that this state does not have: got {name!r}, expected "
-                f"{', '.join(map(repr, names))}. Leave it out of state_memory; a state has "
-                '"main_params" if it keeps them, and "ema" with ema_decay.'
+                f"{', '.join(map(repr, names))}. Use one of these names; a state has "
+                '"main_params" only if it keeps them, and "ema" with ema_decay.'
             )
         if place not in memory.MEMORIES:
             what = f"state_memory[{name!r}]" if given is value else "state_memory"
             raise PolicyError(
-                f"{what}: unknown: got {place!r}, expected {memories}. "
-                'Pass one of these, or a dict such as {"mu": "pinned_host", "nu": "pinned_host"}.'
+                f"{what}: unknown: got {place!r}, expected {memories}, or a dict of them. "
+                'Pass for example {"mu": "pinned_host", "nu": "pinned_host"}.'
             )
     on_host = tuple(name for name in names if given.get(name) == memory.HOST)
     if has_ema and "main_params" in on_host and "ema" not in on_host:

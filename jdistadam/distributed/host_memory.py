@@ -72,8 +72,8 @@ def check_memory(config: DistributedConfig | None, **named: Any) -> None:
         return
     named = {name: map_arrays(config.on_host, lambda _: None, x) for name, x in named.items()}
     advice = (
-        f" state_memory of this optimizer is that of {', '.join(config.on_host)}: to place a whole "
-        "state, call jax.device_put(opt_state, tx.state_shardings())."
+        f"state_memory of this optimizer names only {', '.join(config.on_host)}. "
+        "Move the state first: jax.device_put(opt_state, tx.state_shardings())."
     )
     trees.check_memory(advice, **named)
 

@@ -15,7 +15,7 @@ from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, bytes_of_moment
+from jdistadam.distributed.flat_moments import bytes_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
@@ -128,9 +128,9 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     for entry in schedule.buckets:
         for name, size in _buffers(config, schedule.layout, entry):
             buffers[name] = buffers.get(name, 0) + size
-    held, on_host = _held(config, schedule.layout), {}
-    if config.on_host:
-        on_host = {name: held.pop(name) for name in FLAT_ARRAYS if name in config.on_host}
+    held = _held(config, schedule.layout)
+    on_host = {name: held.pop(name) for name in config.on_host if held[name]}
+    if on_host:
         buffers["windows of the state"] = _windows(config, schedule.layout)
     return Plan(
         held=held,
