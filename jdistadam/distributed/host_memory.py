@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import offset_of, operand_of
+from jdistadam.distributed.flat_moments import FLAT_ARRAYS, offset_of, operand_of
 from jdistadam.distributed.layout import Bucket, Layout, aligned
 from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.state import DistributedState, map_state
@@ -67,15 +67,14 @@ def to_host(config: DistributedConfig, opt_state: Any) -> Any:
 
 def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     """Raises MeshError for an array on the host, unless ``state_memory`` puts it there."""
-    if config is None or not config.on_host:
-        trees.check_memory(**named)
-        return
-    named = {name: map_arrays(config.on_host, lambda _: None, x) for name, x in named.items()}
+    on_host = () if config is None else config.on_host
     advice = (
-        f"state_memory of this optimizer names only {', '.join(config.on_host)}. "
+        f"state_memory of this optimizer names only {', '.join(on_host)}. "
         "Move the state first: jax.device_put(opt_state, tx.state_shardings())."
     )
-    trees.check_memory(advice, **named)
+    for names, how in ((FLAT_ARRAYS, ""), (on_host, advice if on_host else "")):
+        kept = {name: map_arrays(names, lambda _: None, tree) for name, tree in named.items()}
+        trees.check_memory(how, **kept)
 
 
 def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:

@@ -51,9 +51,12 @@ class Piece(NamedTuple):
         return native.unfused(lax.slice_in_dim(shard.reshape(-1), self.start, end))
 
 
-def joined(bucket: Bucket, parts: Sequence[jax.Array]) -> jax.Array:
-    """The shard of a bucket, of which ``Piece.of`` returns these parts in order."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts).reshape(bucket.shard_shape)
+def joined(bucket: Bucket, parts: dict[int, jax.Array]) -> jax.Array:
+    """Returns a bucket's shard from its parts, by their first elements; the inverse of ``of``."""
+    if len(parts) == 1:
+        return parts[0]
+    in_order = [parts[start] for start in sorted(parts)]
+    return jnp.concatenate(in_order).reshape(bucket.shard_shape)
 
 
 def bucket_array(bucket: Bucket, leaves: Sequence[Any], dtype: Any) -> jax.Array:

@@ -185,7 +185,7 @@ def update_shards(
     calls = _kernel_calls(config, schedule, grads)
     streamed = [pieces for pieces in calls if _on_host(config, pieces[0].bucket)]
     stream = _stream(config, streamed, flat, grads)
-    parts: list[list[jax.Array]] = [[] for _ in grads]
+    parts: list[dict[int, jax.Array]] = [{} for _ in grads]
     gathered: list[Any] = [None] * len(grads)
     sums: list[tuple[Sequence[Bucket], jax.Array]] = []
     for k, pieces in enumerate(calls):
@@ -220,7 +220,7 @@ def update_shards(
         flat = flat.replaced(buckets[0], of_state)
         for piece, part in zip(pieces, new, strict=True):
             i = piece.bucket_index
-            parts[i].append(part)
+            parts[i][piece.start or 0] = part
             if not config.steps_in_windows:
                 gathered[i] = _gathered(config.parallel, schedule.buckets[i], part)
     for i, pieces in enumerate(streamed):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
 from jdistadam.kernels.host_copy import Lines
@@ -163,7 +163,11 @@ def test_another_choice_of_arrays_is_an_error():
     ):
         step(state, given)
     moved = jax.device_put(state.opt_state, second.state_shardings())
-    step(dataclasses.replace(state, opt_state=moved), given)
+    state = dataclasses.replace(state, opt_state=moved)
+    params = jax.device_put(state.params, jax.memory.Space.Host)
+    with pytest.raises(jda.MeshError, match=r"params.*in host memory.* jax\.memory\.Space\.Device"):
+        step(dataclasses.replace(state, params=params), given)
+    step(state, given)
 
 
 def test_windows_are_all_of_the_state_once(monkeypatch):
@@ -386,6 +390,16 @@ def test_windows_that_are_parts_of_leaves(case, monkeypatch):
     leaves = {layout.leaves[layout.buckets[i].leaf].path for i in split}
     assert leaves == {"params['rows']", "params['wide']"}
     assert_trees_same_bits(*found.values())
+
+
+def test_parts_of_a_shard_are_joined_by_their_first_elements():
+    tx = make_tx("flat-optim", "bfloat16", **SMALL)
+    layout = tx.layout(random_params(jnp.bfloat16))
+    (bucket, *_) = (x for x in layout.buckets if x.shard_size > 256)
+    whole = jnp.arange(bucket.shard_size).reshape(bucket.shard_shape)
+    parts = {256: whole.reshape(-1)[256:], 0: whole.reshape(-1)[:256]}
+    assert_trees_same_bits(packing.joined(bucket, parts), whole)
+    assert packing.joined(bucket, {0: whole}) is whole
 
 
 def squares(params, x):
