@@ -1,10 +1,11 @@
 """Trains GPTs of billions of parameters on one GPU: how large may they be, and how fast are they?
 
     python experiments/largest_model.py --out runs/largest_model.json
-    python experiments/largest_model.py --compile-only        # bytes by the compiler, for an H200
+    python experiments/largest_model.py --compile-only --rows codes-40     # bytes, for an H200
 
 A row is METHOD-LAYERS. The layers have a width of 4096, 201e6 parameters each, and are
-rematerialized. Weights and tokens are random. Each row runs in its own process. "optax_host" moves
+rematerialized. Weights and tokens are random. Each row runs in its own process. A row that fails,
+for example because the model does not fit, records its error. "optax_host" moves
 the state of optax between the memories by ``jax.device_put`` in the step, as MaxText does with
 ``optimizer_memory_host_offload``.
 """
@@ -41,22 +42,29 @@ METHODS = {  # arguments of fused_adamw and of distributed; optax has none
     "codes": (CODES, {}),
     "codes_host": (CODES, dict(state_memory="pinned_host")),
 }
-ROWS = "codes_host-40,codes-40,codes_host-80,optax-20,main-20"
+# The largest that fit on 80 GB, and the next.
+ROWS = (
+    "optax-26,optax-27,main-23,main-24,codes-43,codes-44,optax_host-20,codes_host-40,codes_host-80"
+)
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
 HYPER = dict(learning_rate=1e-4, weight_decay=0.1)
+
+
+def size_of(name, width):
+    layers = int(name.partition("-")[2])
+    return model.Size(layers, width, max(1, width // 128), 50304, 1024)
 
 
 class Row:
     """A method and a model on one device."""
 
     def __init__(self, name, width, sequences, mesh, attention):
-        self.method, layers = name.split("-")
+        self.method = name.partition("-")[0]
         self.mesh = mesh
-        self.size = model.Size(int(layers), width, max(1, width // 128), 50304, 1024)
+        size = size_of(name, width)
         workload = model.Workload(False, max(8, sequences))  # rematerializes
-        self.loss = model.make_loss(self.size, workload, attention)
-        self.shapes = model.shapes(self.size, False)
-        self.parameters = sum(x.size for x in jax.tree.leaves(self.shapes))
+        self.loss = model.make_loss(size, workload, attention)
+        self.shapes = model.shapes(size, False)
         if METHODS[self.method] is None:
             self.tx = optax.adamw(**HYPER)
             self.step = jax.jit(self._optax_step, donate_argnums=0)
@@ -138,8 +146,6 @@ def measure(name, args):
     on_host = [x for x in held if x.sharding.memory_kind == "pinned_host"]
     typical = statistics.median(seconds[1:])
     return {
-        "name": name,
-        "parameters": row.parameters,
         "seconds": typical,
         "rounds": seconds[1:],
         "tokens_per_second": args.sequences * 1024 / typical,
@@ -154,16 +160,15 @@ def measure(name, args):
 
 def compiled(name, args):
     """The bytes of a step by the compiler, for an H200 that need not be there."""
+    if "host" in name:
+        raise SystemExit(f"Error: {name}: devices of the compiler alone have no host memory")
     mesh = Mesh(h200s((1, 1)).devices.reshape(-1), ("data",))
     row = Row(name, args.width, args.sequences, mesh, "xla")
     tokens = jax.ShapeDtypeStruct((args.sequences, 1025), jnp.int32)
     memory = row.step.lower(row.state_shapes(), tokens).compile().memory_analysis()
     return {
-        "name": name,
-        "parameters": row.parameters,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "host_bytes": memory.host_argument_size_in_bytes,
     }
 
 
@@ -173,7 +178,7 @@ def in_process(name):
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | os.environ)
     if done.returncode:
         lines = [x for x in done.stderr.splitlines() if "Error" in x or "RESOURCE_EXHAUSTED" in x]
-        return {"name": name, "failed": (lines or done.stderr.splitlines())[-1][:500]}
+        return {"failed": (lines or done.stderr.splitlines())[-1][:500]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -197,7 +202,9 @@ def main():
         return
     found = []
     for name in args.rows.split(","):
-        found.append(in_process(name))
+        shapes = jax.tree.leaves(model.shapes(size_of(name, args.width), False))
+        size = {"name": name, "parameters": sum(x.size for x in shapes)}
+        found.append(size | in_process(name))
         print(json.dumps(found[-1]), flush=True)
         if not args.compile_only:
             args.out.parent.mkdir(parents=True, exist_ok=True)
