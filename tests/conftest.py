@@ -18,6 +18,7 @@ if not glob.glob("/dev/nvidia[0-9]*"):
     if "optimization_level" not in flags[0]:
         flags.append(fast_compilation.flags())
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -10,10 +10,10 @@ overlap::
                              micro-batches or of layers that are gathered one by one
     the backward pass        the second gather of scanned layers; reductions of gradients that the
                              backward pass makes before its end: of leaves that are neither packed
-                             nor stacked, without sums over micro-batches or with "optim_grads";
-                             of layers that are gathered one by one
-    nothing                  all others: gathers of new parameters, reductions of sums over
-                             micro-batches, of packed and of stacked leaves
+                             nor stacked, and of layers that are gathered one by one. Sums over
+                             micro-batches that are reduced once overlap only the last micro-batch's
+    nothing                  all others: gathers of new parameters, reductions of packed and of
+                             stacked leaves
 
 If collectives of C seconds overlap a pass of W seconds, in E equal executions (micro-batches), the
 exposed part, during which nothing else runs, is::
@@ -130,7 +130,8 @@ def predict_step(
     """
     kernels, waiting = _kernels(config, schedule, machine, accumulate_steps)
     forward = model / (4 if recomputes else 3)
-    windows = {"forward": forward, "backward": model - forward, "nothing": 0.0}
+    backward = (model - forward) / (1 if config.parallel.shards_grads else accumulate_steps)
+    windows = {"forward": forward, "backward": backward, "nothing": 0.0}
     collectives: dict[str, float] = {}
     least = expected = most = waiting
     for where, window in windows.items():
@@ -202,11 +203,9 @@ def _reductions(
         return list(entry.reduce), list(entry.reduce_outer)
     if bucket.is_packed or any(schedule.layout.leaves[i].is_stacked for i in bucket.leaves):
         return [], both
-    if accumulate_steps == 1:
-        return both, []
-    if config.parallel.shards_grads:
+    if accumulate_steps > 1 and config.parallel.shards_grads:
         return list(entry.reduce), list(entry.reduce_outer)
-    return [], both
+    return both, []
 
 
 def _groups(collectives: Sequence[Collective]) -> list[list[Collective]]:

@@ -74,6 +74,11 @@ class DistributedConfig:
         return any(option is not None for option in options)
 
     @property
+    def updates_early(self) -> bool:
+        """Whether ``train_step`` updates windows of the state during the backward pass."""
+        return self.steps_in_windows and not self.takes_norm_first
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh."""
         return self.parallel.mesh

@@ -51,7 +51,7 @@ class Collective:
       times: How often it runs in one step.
       leaves: Paths of the parameters.
       is_optional: Whether it may be left out: the backward pass of a scanned layer needs its
-        factors again, but not every bias; and accumulated gradients are not sent ahead.
+        factors again, but not every bias.
       when: "step": once; "micro-batch": in each; "layer": for each layer of a scan, in each
         micro-batch.
       transport: How bytes move between devices: "xla", by a collective of the compiler; "peer",
@@ -195,7 +195,7 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    sends_ahead = in_train_step and transport == "peer" and accumulate_steps == 1
+    sends_ahead = in_train_step and transport == "peer"
     maker = _PhaseMaker(parallel, policy, num_reductions, transport, sends_ahead)
     entries = []
     for bucket in layout.buckets:
@@ -274,10 +274,10 @@ class _PhaseMaker:
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
         elif self.sends_ahead and not (bucket.is_packed or stacked):
-            # Others are known only at the end of the backward pass: sums over micro-batches, and
-            # results of a scan over layers.
+            # Others are known only at the end of the backward pass, such as results of a scan over
+            # layers.
             ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
-            reduce = (dataclasses.replace(ahead, transport="xla", is_optional=True),)
+            reduce = (dataclasses.replace(ahead, transport="xla"),)
         reduce_outer: Phase = ()
         gather_outer: Phase = ()
         if parallel.outer_strategy == "optim":

@@ -46,7 +46,7 @@ from jdistadam.core.guards import (
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
-from jdistadam.distributed.accumulate import AccumulatedGrads, local_grads, sum_over_devices
+from jdistadam.distributed.accumulate import local_grads, sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.communication import keeps_shards_alone, places
 from jdistadam.distributed.config import DistributedConfig
@@ -293,7 +293,7 @@ def step_over_peer_memory(
     local = local_grads(config, schedule, grads)
     scaling, buckets = state.scaling, schedule.layout.buckets
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
-    is_early = sending_ahead.value and not isinstance(grads, AccumulatedGrads)
+    is_early = sending_ahead.value
     is_sent = [is_early and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
     flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets, is_sent)
     arrays, received = _send_ahead(config, spec, buckets, local.arrays)

@@ -1,4 +1,9 @@
-"""The forward pass and the gradients of one device over micro-batches; inside ``jax.shard_map``."""
+"""The forward pass and the gradients of one device over micro-batches; inside ``jax.shard_map``.
+
+[Note: last micro-batch] Micro-batches run in a loop. If their gradients are summed on the device
+and sent once, the last one runs after the loop, where XLA can overlap its backward pass with the
+sums over devices, or with the transfer of a state in host memory. It is compiled a second time.
+"""
 
 from __future__ import annotations
 
@@ -112,10 +117,8 @@ def local_gradients(
     With a ``loss_scale``, gradients are those of the loss times the scale. The model state passes
     from one micro-batch to the next.
     """
-    config, is_only = forward.tx.config, accumulate_steps == 1
-    with_order = is_only and config.steps_in_windows and not config.takes_norm_first
-    gradient = _Gradient(forward, loss_scale, report_nonfinite, with_order)
-    if is_only:
+    gradient = _Gradient(forward, loss_scale, report_nonfinite)
+    if accumulate_steps == 1:
         return _of_one_batch(gradient, batch, model_state)
     batches = _split(batch, accumulate_steps)
     return _of_micro_batches(gradient, batches, accumulate_steps, model_state)
@@ -138,10 +141,12 @@ class _Gradient:
     forward: Forward
     loss_scale: Any
     report_nonfinite: bool
-    with_order: bool
 
-    def __call__(self, i: Any, batch: Any, model_state: Any) -> _MicroBatch:
+    def __call__(
+        self, i: Any, batch: Any, model_state: Any, *, is_in_loop: bool = False
+    ) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
+        with_order = self.forward.tx.config.updates_early and not is_in_loop
         params = self.forward.params
         output = self.forward.output(i, batch, model_state)
 
@@ -158,7 +163,7 @@ class _Gradient:
             out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
         else:
             ((_, out), grads), order = differentiated(
-                differentiate, params, self._sums_of_layers, with_order=self.with_order
+                differentiate, params, self._sums_of_layers, with_order=with_order
             )
         return _MicroBatch(
             out._replace(model_state=_like(model_state, out.model_state)),
@@ -212,23 +217,31 @@ def _of_micro_batches(
     gradient: _Gradient, batches: Any, accumulate_steps: int, model_state: Any
 ) -> LocalResult:
     tx, params = gradient.forward.tx, gradient.forward.params
+    last = accumulate_steps - 1
 
-    def body(carry: Any, i_and_batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def add(carry: Any, i: Any, batches: Any, **options: Any) -> tuple[Any, _MicroBatch]:
         acc, loss, model_state, found = carry
-        i, batch = i_and_batch
-        result = gradient(i, batch, model_state)
-        out = result.out
+        result = gradient(i, jax.tree.map(lambda x: x[i], batches), model_state, **options)
         acc = gradient.add(acc, result)
-        loss += out.weighted_loss
+        loss += result.out.weighted_loss
         found = None if found is None else found | result.not_finite
-        return (acc, loss, out.model_state, found), out.aux
+        return (acc, loss, result.out.model_state, found), result
+
+    def in_loop(carry: Any, i: Any) -> tuple[Any, Any]:
+        carry, result = add(carry, i, batches, is_in_loop=True)
+        return carry, result.out.aux
 
     num_leaves = len(jax.tree.leaves(params))
     found = jnp.zeros(num_leaves, jnp.bool_) if gradient.report_nonfinite else None
     carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state, found)
-    (acc, loss, model_state, found), aux = jax.lax.scan(
-        body, carry, (jnp.arange(accumulate_steps), batches)
-    )
+    is_last_apart, order = _runs_last_apart(tx.config), tuple[int, ...]()
+    carry, aux = jax.lax.scan(in_loop, carry, jnp.arange(accumulate_steps - is_last_apart))
+    if is_last_apart:  # the barrier: activations of the last one do not exist during the loop
+        carry, result = add(*jax.lax.optimization_barrier((carry, last, batches)))
+        order = result.order
+        ends = jax.tree.map(lambda x: jnp.asarray(x)[None], result.out.aux)
+        aux = jax.tree.map(lambda x, end: jnp.concatenate([x, end]), aux, ends)
+    acc, loss, model_state, found = carry
     if not gradient.forward.loss_fn.weighted:  # known at compile time, and the same on all devices
         acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
     return LocalResult(
@@ -238,7 +251,14 @@ def _of_micro_batches(
         model_state=model_state,
         aux=aux,
         not_finite=found,
+        order=order,
     )
+
+
+def _runs_last_apart(config: DistributedConfig) -> bool:
+    """Whether the last micro-batch runs after the loop: [Note: last micro-batch]."""
+    parallel = config.parallel
+    return config.updates_early or (parallel.num_devices > 1 and not parallel.shards_grads)
 
 
 def _like(old: Any, new: Any) -> Any:

@@ -15,7 +15,7 @@ gradients of all layers.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) 
     total = {v: sums[i] for i, v in enumerate(jaxpr.outvars) if i in sums and uses[v] == 1}
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+        values = values_of(eqn.invars, known)
         wanted = {k: total[v] for k, v in enumerate(eqn.outvars) if v in total}
         name = eqn.primitive.name
         if wanted and name == "scan":
@@ -109,12 +109,17 @@ def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) 
         elif wanted and name == "jit":
             results = _evaluate(eqn.params["jaxpr"], values, wanted)
         else:
-            results = _evaluate_one(jaxpr, eqn, values)
+            results = evaluate_one(jaxpr, eqn, values)
         known.update(zip(eqn.outvars, results, strict=True))
-    return [v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
+    return values_of(jaxpr.outvars, known)
 
 
-def _evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
+def values_of(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
+    """The values of variables and literals of a jaxpr."""
+    return [v.val if isinstance(v, core.Literal) else known[v] for v in atoms]
+
+
+def evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
     """Evaluates one equation like JAX, with its context and its name."""
     arguments = {
         v: x for v, x in zip(eqn.invars, values, strict=True) if not isinstance(v, core.Literal)

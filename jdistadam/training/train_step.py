@@ -109,7 +109,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
         apart = _GATHERS_APART
     elif parallel.gathers_layers and config.gathered_in_model:
         apart = _BLOCKS_APART
-    elif config.steps_in_windows and accumulate_steps == 1 and not config.takes_norm_first:
+    elif config.updates_early:
         apart = _FEWER_MERGED
     merged, mesh = _MERGED | apart, config.mesh
     return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}

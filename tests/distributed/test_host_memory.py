@@ -17,6 +17,7 @@ from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
 from jdistadam.kernels.host_copy import Lines
+from jdistadam.training import step_program
 from support import h200, model_axes, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
@@ -580,6 +581,46 @@ def test_what_is_compiled_for_h200s(h200s, policy, count, monkeypatch):
     call = re.compile(r'target="jdistadam_host_copy".*index = 0.*to_host = false')
     starts = [place for place, line in enumerate(entry.splitlines()) if call.search(line)]
     assert len(starts) == 2 and left_by(windows - 1) < starts[1]
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("state_memory", ["pinned_host", on_host("mu", "nu")], ids=["all", "some"])
+def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memory, monkeypatch):
+    """As soon as gradients are known, but on two devices beside their sums.
+
+    A window is one layer. Without this order XLA runs most updates after the backward pass.
+    """
+    layers, size = 12, h200.WIDTH**2
+    monkeypatch.setattr(host_memory, "WINDOW", size // devices)
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices("cpu")[:devices])
+    tx = make_tx(
+        "one device", "8 bits", mesh=mesh, state_memory=state_memory, loss_scale=None,
+        max_grad_norm=None,
+    )  # fmt: skip
+    matrix = jax.ShapeDtypeStruct((h200.WIDTH, h200.WIDTH), jnp.bfloat16)
+
+    def loss(params, x):
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    params = {f"layer{i:02d}": matrix for i in range(layers)}
+    batch = jax.ShapeDtypeStruct(
+        (64 * devices * micro, h200.WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
+    )
+    step = jda.train_step(loss, tx, accumulate_steps=micro)
+    state = jda.TrainState.shapes(params, tx)
+    small = {"xla_gpu_reduce_scatter_combine_threshold_bytes": "1"}
+    text, _ = h200.compile_here(h200s(devices), step, state, batch, small)
+    entry = text[text.index("\nENTRY") :].splitlines()
+    order = [
+        "K" if "jdistadam_quantized" in x else "G" if h200.is_product(x) else "" for x in entry
+    ]
+    order = "".join(order)
+    last = order.rindex("G")
+    assert order.count("K") == layers
+    assert order[:last].count("K") >= layers - 1 - (devices > 1) * step_program._LAG, order
 
 
 def test_parts_of_leaves_are_joined_once_on_h200s(h200s, monkeypatch):

@@ -67,6 +67,11 @@ def by_op(text):
     return total
 
 
+def is_product(line):
+    """Whether an instruction is a matrix product."""
+    return bool(re.match(r"\s+%?gemm_fusion\S* = |.*__cublas", line))
+
+
 def products_beside(text):
     """For collectives in loop bodies: (op, matrix products between start and done)."""
     bodies = set(re.findall(r" while\(.*\bbody=%?([\w.\-]+)", text))
@@ -78,7 +83,7 @@ def products_beside(text):
             running[start[1]] = [start[2], 0]
         elif done := re.search(r" (?:all-gather|reduce-scatter)-done\(%?([\w.\-]+)\)", line):
             found.append(tuple(running.pop(done[1])))
-        elif re.match(r"\s+%?gemm_fusion\S* = |.*__cublas", line):
+        elif is_product(line):
             for collective in running.values():
                 collective[1] += 1
     return found

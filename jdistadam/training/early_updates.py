@@ -1,0 +1,127 @@
+"""Kernel calls of a step run as soon as their gradients are known; inside ``jax.shard_map``.
+
+[Note: early updates] A state in host memory moves during the backward pass only if kernel calls,
+which wait for its windows, run during the backward pass. XLA orders a program by its own rules: it
+often runs all of them at the end, when nothing hides the transfer, and keeps all gradients until
+then. So the step is traced, and evaluated in another order: an operation of the optimizer as soon
+as its operands are known. A barrier makes the next matrix product, or block of rematerialized
+layers, wait for the kernel call before it. On several devices it waits for an earlier call, so that
+sums over devices overlap the backward pass as well.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jdistadam.training.traced_gradients import evaluate_one, values_of
+
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
+_KERNELS = {"ffi_call"}
+
+
+def with_early_updates(step: Callable[..., Any], lag: int) -> Callable[..., Any]:
+    """Returns a function with the results of ``step``: [Note: early updates].
+
+    Args:
+      step: A training step of one device, whose last matrix product is in the backward pass.
+      lag: The number of kernel calls that a product does not wait for.
+    """
+
+    def early(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        leaves = jax.tree.leaves(args)
+        whole = jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*leaves)
+        results = _evaluate(whole, leaves, lag)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return early
+
+
+def _evaluate(traced: Any, args: list[Any], lag: int) -> list[Any]:
+    jaxpr = traced.jaxpr
+    eqns, known = jaxpr.eqns, dict(zip(jaxpr.constvars, traced.consts, strict=True))
+    products = [i for i, eqn in enumerate(eqns) if _contains(eqn, _PRODUCTS)]
+    num_ordered = products[-1] + 1 if products else 0
+    users, missing = collections.defaultdict[Any, list[int]](list), [0] * len(eqns)
+    for i in range(num_ordered, len(eqns)):
+        for v in set(_variables(eqns[i].invars)) - known.keys():
+            users[v].append(i)
+            missing[i] += 1
+    ready = [i for i in range(num_ordered, len(eqns)) if not missing[i]]
+
+    def assign(variables: Any, values: Any) -> None:
+        for v, x in zip(variables, values, strict=True):
+            known[v] = x
+            for i in users.pop(v, ()):
+                missing[i] -= 1
+                if not missing[i]:
+                    heapq.heappush(ready, i)
+
+    def evaluate(i: int) -> None:
+        assign(eqns[i].outvars, evaluate_one(jaxpr, eqns[i], values_of(eqns[i].invars, known)))
+
+    final = _final_results(eqns)
+    calls: list[Any] = []  # one new array of each kernel call
+    assign(jaxpr.invars, args)
+    made = set[Any]()
+    for i in range(num_ordered):
+        if len(calls) > lag and i in set(products):
+            waiting = list(dict.fromkeys(v for v in _variables(eqns[i].invars) if v in made))
+            tied = jax.lax.optimization_barrier(([known[v] for v in waiting], calls[-1 - lag]))
+            known.update(zip(waiting, tied[0], strict=True))
+            calls = calls[len(calls) - lag :]
+        evaluate(i)
+        made.update(eqns[i].outvars)
+        while ready:
+            k = heapq.heappop(ready)
+            evaluate(k)
+            calls += [known[v] for v in final.get(k, ())]
+    while ready:
+        evaluate(heapq.heappop(ready))
+    return values_of(jaxpr.outvars, known)
+
+
+def _inlined(traced: Any, args: Any) -> list[Any]:
+    """Evaluates a jaxpr, and the operations of a nested ``jax.jit`` with products one by one."""
+    jaxpr = traced.jaxpr
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        values = values_of(eqn.invars, known)
+        if eqn.primitive.name == "jit" and _contains(eqn, _PRODUCTS):
+            results = _inlined(eqn.params["jaxpr"], values)
+        else:
+            results = evaluate_one(jaxpr, eqn, values)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return values_of(jaxpr.outvars, known)
+
+
+def _final_results(eqns: Any) -> dict[int, list[Any]]:
+    """For each kernel call one result on the device that no other call overwrites, if any."""
+    found, overwritten = dict[int, list[Any]](), set[Any]()
+    for i in reversed(range(len(eqns))):
+        eqn = eqns[i]
+        if eqn.primitive.name == "optimization_barrier":
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            overwritten.update(_variables(v for v, result in pairs if result in overwritten))
+        elif _contains(eqn, _KERNELS):
+            results = [
+                v for v in eqn.outvars if v not in overwritten and type(v).__name__ != "DropVar"
+            ]
+            found[i] = [v for v in results if v.aval.memory_space != jax.memory.Space.Host][:1]
+            overwritten.update(_variables(eqn.invars))
+    return found
+
+
+def _contains(eqn: Any, names: Collection[str]) -> bool:
+    inner = core.jaxprs_in_params(eqn.params)
+    return eqn.primitive.name in names or any(_contains(e, names) for j in inner for e in j.eqns)
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
