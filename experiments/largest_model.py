@@ -46,7 +46,8 @@ METHODS = {  # arguments of fused_adamw and of distributed; optax has none
 ROWS = (
     "optax-26,optax-27,main-23,main-24,codes-43,codes-44,optax_host-20,codes_host-40,codes_host-80"
 )
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110"}
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}
+TIMEOUT = 400  # seconds of a row
 HYPER = dict(learning_rate=1e-4, weight_decay=0.1)
 
 
@@ -175,7 +176,12 @@ def compiled(name, args):
 def in_process(name):
     """A row of this command in a process of its own."""
     command = [sys.executable, *sys.argv, "--row", name]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | os.environ)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=ENVIRONMENT | os.environ, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result after {TIMEOUT} s"}
     if done.returncode:
         lines = [x for x in done.stderr.splitlines() if "Error" in x or "RESOURCE_EXHAUSTED" in x]
         return {"failed": (lines or done.stderr.splitlines())[-1][:500]}
