@@ -1,12 +1,12 @@
 """Kernel calls of a step run as soon as their gradients are known; inside ``jax.shard_map``.
 
 [Note: early updates] A state in host memory moves during the backward pass only if kernel calls,
-which wait for its windows, run during the backward pass. XLA orders a program by its own rules: it
-often runs all of them at the end, when nothing hides the transfer, and keeps all gradients until
-then. So the step is traced, and evaluated in another order: an operation of the optimizer as soon
-as its operands are known. A barrier makes the next matrix product, or block of rematerialized
-layers, wait for the kernel call before it. On several devices it waits for an earlier call, so that
-sums over devices overlap the backward pass as well.
+which wait for its windows, run during the backward pass. XLA orders a program by rules of its own:
+it often runs all of them at the end, when nothing hides the transfer, and keeps all gradients until
+then. So the step is traced, and evaluated in another order: each operation of the optimizer as soon
+as its operands are known. A barrier makes the next matrix product, or the next block of
+rematerialized layers, wait for the kernel call before it. On several devices it waits for an
+earlier call, so that sums over devices overlap the backward pass too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_early_updates(step: Callable[..., Any], lag: int) -> Callable[..., Any]
     """Returns a function with the results of ``step``: [Note: early updates].
 
     Args:
-      step: A training step of one device, whose last matrix product is in the backward pass.
+      step: A training step of one device. Operations after its last product are the optimizer's.
       lag: The number of kernel calls that a product does not wait for.
     """
 
@@ -37,51 +37,49 @@ def with_early_updates(step: Callable[..., Any], lag: int) -> Callable[..., Any]
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
         leaves = jax.tree.leaves(args)
         whole = jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*leaves)
-        results = _evaluate(whole, leaves, lag)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return jax.tree.unflatten(jax.tree.structure(shapes), _evaluate(whole, leaves, lag))
 
     return early
 
 
 def _evaluate(traced: Any, args: list[Any], lag: int) -> list[Any]:
+    """Evaluates a jaxpr: up to its last product in order, the rest as soon as possible."""
     jaxpr = traced.jaxpr
     eqns, known = jaxpr.eqns, dict(zip(jaxpr.constvars, traced.consts, strict=True))
-    products = [i for i, eqn in enumerate(eqns) if _contains(eqn, _PRODUCTS)]
-    num_ordered = products[-1] + 1 if products else 0
-    users, missing = collections.defaultdict[Any, list[int]](list), [0] * len(eqns)
+    is_product = [_contains(eqn, _PRODUCTS) for eqn in eqns]
+    num_ordered = len(eqns) - is_product[::-1].index(True) if any(is_product) else 0
+    users, num_missing = collections.defaultdict[Any, list[int]](list), [0] * len(eqns)
     for i in range(num_ordered, len(eqns)):
         for v in set(_variables(eqns[i].invars)) - known.keys():
             users[v].append(i)
-            missing[i] += 1
-    ready = [i for i in range(num_ordered, len(eqns)) if not missing[i]]
+            num_missing[i] += 1
+    ready = [i for i in range(num_ordered, len(eqns)) if not num_missing[i]]
 
     def assign(variables: Any, values: Any) -> None:
         for v, x in zip(variables, values, strict=True):
             known[v] = x
             for i in users.pop(v, ()):
-                missing[i] -= 1
-                if not missing[i]:
+                num_missing[i] -= 1
+                if not num_missing[i]:
                     heapq.heappush(ready, i)
 
     def evaluate(i: int) -> None:
         assign(eqns[i].outvars, evaluate_one(jaxpr, eqns[i], values_of(eqns[i].invars, known)))
 
-    final = _final_results(eqns)
-    calls: list[Any] = []  # one new array of each kernel call
     assign(jaxpr.invars, args)
-    made = set[Any]()
+    kept, calls, made = _kept_results(eqns), list[Any](), set[Any]()
     for i in range(num_ordered):
-        if len(calls) > lag and i in set(products):
-            waiting = list(dict.fromkeys(v for v in _variables(eqns[i].invars) if v in made))
-            tied = jax.lax.optimization_barrier(([known[v] for v in waiting], calls[-1 - lag]))
-            known.update(zip(waiting, tied[0], strict=True))
-            calls = calls[len(calls) - lag :]
+        if is_product[i] and len(calls) > lag:
+            waiting = [v for v in dict.fromkeys(_variables(eqns[i].invars)) if v in made]
+            values, calls = values_of(waiting, known), calls[len(calls) - lag - 1 :]
+            tied, _ = jax.lax.optimization_barrier((values, calls.pop(0)))
+            known.update(zip(waiting, tied, strict=True))
         evaluate(i)
         made.update(eqns[i].outvars)
         while ready:
             k = heapq.heappop(ready)
             evaluate(k)
-            calls += [known[v] for v in final.get(k, ())]
+            calls += values_of(kept.get(k, ()), known)
     while ready:
         evaluate(heapq.heappop(ready))
     return values_of(jaxpr.outvars, known)
@@ -101,8 +99,11 @@ def _inlined(traced: Any, args: Any) -> list[Any]:
     return values_of(jaxpr.outvars, known)
 
 
-def _final_results(eqns: Any) -> dict[int, list[Any]]:
-    """For each kernel call one result on the device that no other call overwrites, if any."""
+def _kept_results(eqns: Any) -> dict[int, list[Any]]:
+    """For each kernel call one result on the device that no other call overwrites, if any.
+
+    A barrier that keeps an array which is overwritten in place would copy it.
+    """
     found, overwritten = dict[int, list[Any]](), set[Any]()
     for i in reversed(range(len(eqns))):
         eqn = eqns[i]
@@ -110,10 +111,9 @@ def _final_results(eqns: Any) -> dict[int, list[Any]]:
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             overwritten.update(_variables(v for v, result in pairs if result in overwritten))
         elif _contains(eqn, _KERNELS):
-            results = [
-                v for v in eqn.outvars if v not in overwritten and type(v).__name__ != "DropVar"
-            ]
-            found[i] = [v for v in results if v.aval.memory_space != jax.memory.Space.Host][:1]
+            used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+            on_device = [v for v in used if v.aval.memory_space != jax.memory.Space.Host]
+            found[i] = [v for v in on_device if v not in overwritten][:1]
             overwritten.update(_variables(eqn.invars))
     return found
 

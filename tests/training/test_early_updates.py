@@ -1,0 +1,131 @@
+"""Kernel calls of a state in host memory run as soon as their gradients are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+import jdistadam as jda
+from jdistadam.distributed import host_memory
+from jdistadam.training import early_updates, step_program
+from jdistadam.training.early_updates import with_early_updates
+from support.bits import assert_trees_same_bits
+
+LAYERS, WIDTH = 8, 32
+
+
+def plain(params, x):
+    for name in sorted(params):
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(jnp.square(x))
+
+
+def rematerialized(params, x):
+    for name in sorted(params):
+        x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(params[name], x)
+    return jnp.mean(jnp.square(x))
+
+
+LOSSES = {"plain": plain, "jit": jax.jit(plain), "remat": rematerialized}
+
+
+def made(monkeypatch, loss, devices=1, micro=1, **options):
+    """A step whose windows are layers, its first state and batches."""
+    monkeypatch.setattr(host_memory, "WINDOW", WIDTH**2 // devices)
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices("cpu")[:devices])
+    tx = jda.distributed(
+        jda.fused_adamw(1e-2, weight_decay=0.1),
+        mesh=mesh,
+        state_memory="pinned_host",
+        bucket_bytes=1,
+        **options,
+    )
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for i in range(LAYERS)}
+    state = jda.TrainState.create(params, tx)
+    batches = rng.normal(size=(10, 4 * devices * micro, WIDTH)).astype(np.float32)
+    return jda.train_step(loss, tx, accumulate_steps=micro), state, batches
+
+
+def order_of(jaxpr):
+    """Products and kernel calls as letters, where a program evaluates them."""
+    found = ""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "ffi_call":
+            found += "K" * eqn.params["target_name"].startswith("jdistadam_adam")
+        elif name == "dot_general":
+            found += "G"
+        else:
+            inner = "".join(map(order_of, core.jaxprs_in_params(eqn.params)))
+            found += "G" if name in ("scan", "remat2") and "G" in inner else inner
+    return found
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_updates_run_between_products(loss, devices, micro, monkeypatch):
+    step, state, batches = made(monkeypatch, LOSSES[loss], devices, micro)
+    found = order_of(jax.make_jaxpr(step)(state, batches[0]).jaxpr)
+    before, after = found[: found.rindex("G")], found[found.rindex("G") :]
+    assert after.count("K") == 1 and before.count("K") == LAYERS - 1, found
+    early = [state]
+    for batch in batches:
+        early.append(step(early[-1], batch)[0])
+    monkeypatch.setattr(step_program, "with_early_updates", lambda function, lag: function)
+    step, late, _ = made(monkeypatch, LOSSES[loss], devices, micro)
+    assert order_of(jax.make_jaxpr(step)(late, batches[0]).jaxpr).endswith(
+        "GK" + "K" * (LAYERS - 1)
+    )
+    for batch in batches:
+        late, _ = step(late, batch)
+    assert_trees_same_bits(early[-1], late)
+
+
+@pytest.mark.parametrize("options", [dict(max_grad_norm=1.0), dict(loss_scale=8.0)])
+def test_updates_that_need_the_norm_come_last(options, monkeypatch):
+    step, state, batches = made(monkeypatch, plain, **options)
+    assert order_of(jax.make_jaxpr(step)(state, batches[0]).jaxpr).endswith("G" + "K" * LAYERS)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_product_waits_for_an_earlier_call(lag, monkeypatch):
+    """Each of six products has its gradient updated by a sine, in place of a kernel call."""
+    monkeypatch.setattr(early_updates, "_KERNELS", {"sin"})
+
+    def step(x, matrices):
+        found, results, last = [], [], 0.0
+        for matrix in matrices:
+            x = x @ matrix
+            found.append(x)
+        for gradient in found:
+            last = jnp.sin(gradient + last)
+            results.append(last)
+        return results
+
+    args = jnp.ones((8, 8)), list(np.random.default_rng(0).normal(size=(6, 8, 8)) / 8)
+    early = with_early_updates(step, lag)
+    assert_trees_same_bits(jax.jit(early)(*args), jax.jit(step)(*args))
+    names, calls, waits, made_by = "", [], [], {}
+    for eqn in jax.make_jaxpr(early)(*args).jaxpr.eqns:
+        name = eqn.primitive.name
+        names += {"dot_general": "G", "sin": "K"}.get(name, "")
+        if name == "sin":
+            calls.append(eqn.outvars[0])
+        elif name == "optimization_barrier":
+            made_by |= dict.fromkeys(eqn.outvars, calls.index(eqn.invars[-1]))
+        elif name == "dot_general":
+            waits.append(made_by.get(eqn.invars[0]))
+    assert names == "GK" * 6
+    assert waits == [None] * (1 + lag) + list(range(5 - lag))
+
+
+def test_functions_without_products_and_with_unused_results():
+    def function(x, y):
+        _, kept = jnp.modf(x)
+        return {"kept": kept, "one": 1.0, "y": y}
+
+    x = jnp.linspace(0.0, 3.0, 7)
+    assert_trees_same_bits(with_early_updates(function, 0)(x, x), function(x, x))
