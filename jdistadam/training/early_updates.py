@@ -12,6 +12,7 @@ earlier call, so that sums over devices overlap the backward pass too.
 from __future__ import annotations
 
 import collections
+import functools
 import heapq
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -35,9 +36,10 @@ def with_early_updates(step: Callable[..., Any], lag: int) -> Callable[..., Any]
 
     def early(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        leaves = jax.tree.leaves(args)
-        whole = jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), _evaluate(whole, leaves, lag))
+        leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
+        if any(map(_is_nested, traced.jaxpr.eqns)):
+            traced = jax.make_jaxpr(functools.partial(_inlined, traced))(*leaves)
+        return jax.tree.unflatten(treedef, _evaluate(traced, leaves, lag))
 
     return early
 
@@ -85,14 +87,18 @@ def _evaluate(traced: Any, args: list[Any], lag: int) -> list[Any]:
     return values_of(jaxpr.outvars, known)
 
 
-def _inlined(traced: Any, args: Any) -> list[Any]:
+def _is_nested(eqn: Any) -> bool:
+    return eqn.primitive.name == "jit" and _contains(eqn, _PRODUCTS)
+
+
+def _inlined(traced: Any, *args: Any) -> list[Any]:
     """Evaluates a jaxpr, and the operations of a nested ``jax.jit`` with products one by one."""
     jaxpr = traced.jaxpr
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         values = values_of(eqn.invars, known)
-        if eqn.primitive.name == "jit" and _contains(eqn, _PRODUCTS):
-            results = _inlined(eqn.params["jaxpr"], values)
+        if _is_nested(eqn):
+            results = _inlined(eqn.params["jaxpr"], *values)
         else:
             results = evaluate_one(jaxpr, eqn, values)
         known.update(zip(eqn.outvars, results, strict=True))
