@@ -86,7 +86,7 @@ def whole_steps():
 def host_steps():
     """Time of a whole step with the state on one device and in host memory."""
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    of_runs = {name: rows for run, name, rows in of_host_runs() if run != "2"}  # B replaces A
+    of_runs = {name: rows for gpus, name, rows in of_host_runs() if gpus == "1"}
     labels = ("state on the device", "state in host memory", "only moments in host memory")
     for kind, (label, color) in enumerate(zip(labels, (DARK, BLUE, LIGHT), strict=True)):
         pairs = [(i + 0.27 * kind, x[kind]) for i, x in enumerate(of_runs.values()) if x[kind]]

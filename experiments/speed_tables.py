@@ -184,6 +184,8 @@ def host_memory() -> str:
         nbytes = (f"{row[x] / 1e9:.1f} GB" for x in ("state_bytes", "held_bytes", "peak_bytes"))
         state, held, peak = nbytes
         memory = row["memory"] + (", a single window" if "window" in row else "")
+        if "buffer_bytes" in row:
+            memory += f", `state_buffer_bytes={row['buffer_bytes']:_}`"
         speed = f"{row['state_bytes'] / row['ms'] / 1e6:.0f} GB/s"
         table.append(
             (
@@ -218,11 +220,7 @@ STORAGES = {  # modifiers of rows of bench_step.py
 }
 
 
-HOST_RUNS = (  # GPUs and run, record
-    ("1, run A", "h100/host"),
-    ("1, run B", "h100/host_codes"),
-    ("2", "h100_x2/host_codes"),
-)
+HOST_RUNS = (("1", "h100/host"), ("1", "h100/host_codes"), ("2", "h100_x2/host_codes"))
 MEMORIES = ("", "+host", "+host_moments")
 
 
@@ -233,10 +231,10 @@ def in_memories(record, group, row) -> list:
 
 
 def of_host_runs() -> list:
-    """(GPUs and run, storage, rows of ``in_memories``)."""
+    """(GPUs, storage, rows of ``in_memories``)."""
     found = [
-        (run, name, in_memories(record, "unrolled-8", f"optim{storage}"))
-        for run, record in HOST_RUNS
+        (gpus, name, in_memories(record, "unrolled-8", f"optim{storage}"))
+        for gpus, record in HOST_RUNS
         for storage, name in STORAGES.items()
     ]
     return [x for x in found if all(x[2][:2])]
@@ -262,26 +260,28 @@ IN_MEMORIES = (
 
 
 def host_steps() -> str:
-    """One line for each run and storage, with the bytes of the compiled step."""
+    """One line for each storage, with the bytes of the compiled step."""
     table = []
-    for run, name, rows in of_host_runs():
+    for gpus, name, rows in of_host_runs():
         held = [
             f"{(x['argument_bytes'] + x['temporary_bytes']) / 1e9:.1f}" if x else "-" for x in rows
         ]
-        table.append((run, name, *_memory_cells(rows), ", ".join(held)))
+        table.append((gpus, name, *_memory_cells(rows), ", ".join(held)))
     columns = ("GPUs", "storage", *IN_MEMORIES, "GB of a step on a device: the three in turn")
     return markdown.table(columns, table)
 
 
 def host_late() -> str:
-    """One line for each kind of step of host_late.json."""
+    """One line for each kind of step that differs from those of ``host_steps``."""
+    codes = "optim+remainder16+block8"
     kinds = (
-        ("clipped", "unrolled-8", "optim+remainder16+block8+clip"),
-        ("not clipped, scan over layers", "scanned-8", "optim+remainder16+block8"),
+        ("4 micro-batches of 8 sequences", "host_accumulated", "unrolled-8x4", codes),
+        ("8 sequences, clipped", "host_clipped", "unrolled-8", f"{codes}+clip"),
+        ("8 sequences, scan over layers", "host_late", "scanned-8", codes),
     )
     table = [
-        (name, *_memory_cells(in_memories("h100/host_late", group, row)))
-        for name, group, row in kinds
+        (name, *_memory_cells(in_memories(f"h100/{record}", group, row)))
+        for name, record, group, row in kinds
     ]
     return markdown.table(("training step", *IN_MEMORIES), table)
 
@@ -296,14 +296,20 @@ LARGEST = {  # methods and their names
 
 
 def largest_model() -> str:
-    """One line for each row of largest_model.py."""
-    records = [_results(f"largest_model/h100/{name}") for name in ("more", "device", "default")]
+    """One line for each model and state of largest_model.py; a later record replaces a row."""
+    records = [_results(f"largest_model/h100/{x}") for x in ("default", "device", "edges", "host")]
+    rows = {row["name"]: row for record in records for row in record["rows"]}
     results, table = records[0], []
-    rows = [row for record in records for row in record["rows"] if "failed" not in row]
-    for row in sorted(rows, key=lambda row: row["parameters"]):
+    for row in sorted(rows.values(), key=lambda row: row["parameters"]):
+        name = LARGEST[row["name"].partition("-")[0]]
+        parameters = f"{row['parameters'] / 1e9:.2f}e9"
+        if "seconds" not in row:
+            if "trying to allocate" in row["failed"]:  # other rows did not get that far
+                table.append((parameters, name, "does not fit", "-", "-", "-", "-", "-"))
+            continue
         cells = (
-            f"{row['parameters'] / 1e9:.2f}e9",
-            LARGEST[row["name"].partition("-")[0]],
+            parameters,
+            name,
             f"{row['seconds']:.2f} ({min(row['rounds']):.2f} to {max(row['rounds']):.2f})",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['peak_bytes'] / 1e9:.1f} GB",

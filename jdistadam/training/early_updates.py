@@ -4,9 +4,14 @@
 which wait for its windows, run during the backward pass. XLA orders a program by rules of its own:
 it often runs all of them at the end, when nothing hides the transfer, and keeps all gradients until
 then. So the step is traced, and evaluated in another order: each operation of the optimizer as soon
-as its operands are known. A barrier makes the next matrix product, or the next block of
-rematerialized layers, wait for the kernel call before it. On several devices it waits for an
-earlier call, so that sums over devices overlap the backward pass too.
+as its operands are known. Barriers enforce this order: a matrix product waits for the new
+parameters of all kernel calls but the last few, so that sums over devices have time to overlap the
+products. Parameters are gathered at the end, where XLA merges the gathers.
+
+A kernel call that makes new parameters waits for the last product with the old ones. Otherwise XLA
+would copy the old ones, because it writes new parameters over them.
+
+XLA removes what is unused from a barrier. So all later operations use the results of a barrier.
 """
 
 from __future__ import annotations
@@ -14,24 +19,28 @@ from __future__ import annotations
 import collections
 import functools
 import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jdistadam.training.traced_gradients import evaluate_one, values_of
 
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _KERNELS = {"ffi_call"}
+_GATHERS = {"all_gather", "all_gather_invariant"}
 
 
-def with_early_updates(step: Callable[..., Any], lag: int) -> Callable[..., Any]:
+def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[..., Any]:
     """Returns a function with the results of ``step``: [Note: early updates].
 
     Args:
-      step: A training step of one device. Operations after its last product are the optimizer's.
-      lag: The number of kernel calls that a product does not wait for.
+      step: A training step of one device. Its first results replace its first arguments, leaf by
+        leaf. Operations after its last product are the optimizer's.
+      lag: The number of kernel calls for which a product does not wait.
     """
 
     def early(*args: Any) -> Any:
@@ -44,15 +53,16 @@ def with_early_updates(step: Callable[..., Any], lag: int) -> Callable[..., Any]
     return early
 
 
-def _evaluate(traced: Any, args: list[Any], lag: int) -> list[Any]:
+def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     """Evaluates a jaxpr: up to its last product in order, the rest as soon as possible."""
     jaxpr = traced.jaxpr
     eqns, known = jaxpr.eqns, dict(zip(jaxpr.constvars, traced.consts, strict=True))
     is_product = [_contains(eqn, _PRODUCTS) for eqn in eqns]
     num_ordered = len(eqns) - is_product[::-1].index(True) if any(is_product) else 0
+    after = _last_uses(jaxpr, num_ordered)
     users, num_missing = collections.defaultdict[Any, list[int]](list), [0] * len(eqns)
     for i in range(num_ordered, len(eqns)):
-        for v in set(_variables(eqns[i].invars)) - known.keys():
+        for v in {*_variables(eqns[i].invars), *after.get(i, ())} - known.keys():
             users[v].append(i)
             num_missing[i] += 1
     ready = [i for i in range(num_ordered, len(eqns)) if not num_missing[i]]
@@ -65,62 +75,100 @@ def _evaluate(traced: Any, args: list[Any], lag: int) -> list[Any]:
                 if not num_missing[i]:
                     heapq.heappush(ready, i)
 
+    def tie(variables: Iterable[Any]) -> None:
+        """Lets all later users of some variables wait for all of them."""
+        tied = list(dict.fromkeys(variables))
+        known.update(zip(tied, jax.lax.optimization_barrier(values_of(tied, known)), strict=True))
+
     def evaluate(i: int) -> None:
+        if i in after:  # its first operand are coefficients, which wait for no other call
+            tie([_variables(eqns[i].invars)[0], *after[i]])
         assign(eqns[i].outvars, evaluate_one(jaxpr, eqns[i], values_of(eqns[i].invars, known)))
 
     assign(jaxpr.invars, args)
-    kept, calls, made = _kept_results(eqns), list[Any](), set[Any]()
+    is_late = [i >= num_ordered and _contains(eqn, _GATHERS) for i, eqn in enumerate(eqns)]
+    gathered = [v for i, eqn in enumerate(eqns) if is_late[i] for v in eqn.invars]
+    outputs, made, late = set(_variables(jaxpr.outvars + gathered)), set[Any](), list[int]()
+    calls: list[list[Any]] = []  # new parameters after each kernel call, for which none waited
     for i in range(num_ordered):
-        if is_product[i] and len(calls) > lag:
-            waiting = [v for v in dict.fromkeys(_variables(eqns[i].invars)) if v in made]
-            values, calls = values_of(waiting, known), calls[len(calls) - lag - 1 :]
-            tied, _ = jax.lax.optimization_barrier((values, calls.pop(0)))
-            known.update(zip(waiting, tied, strict=True))
+        waits_for = calls[: int(max(0, len(calls) - lag))]
+        if is_product[i] and any(waits_for):
+            operands = [v for v in _variables(eqns[i].invars) if v in made]
+            tie(itertools.chain(operands, *waits_for))
+            calls = calls[len(waits_for) :]
         evaluate(i)
         made.update(eqns[i].outvars)
         while ready:
             k = heapq.heappop(ready)
+            if is_late[k]:
+                late.append(k)
+                continue
             evaluate(k)
-            calls += values_of(kept.get(k, ()), known)
+            if _contains(eqns[k], _KERNELS):
+                calls.append([])
+            if calls:
+                calls[-1] += [v for v in eqns[k].outvars if v in outputs]
+    ready += late
+    heapq.heapify(ready)
     while ready:
         evaluate(heapq.heappop(ready))
     return values_of(jaxpr.outvars, known)
 
 
 def _is_nested(eqn: Any) -> bool:
-    return eqn.primitive.name == "jit" and _contains(eqn, _PRODUCTS)
+    """Whether it is a nested ``jax.jit``, or rematerializes, and has products inside."""
+    return eqn.primitive.name in ("jit", "remat2") and _contains(eqn, _PRODUCTS)
 
 
 def _inlined(traced: Any, *args: Any) -> list[Any]:
-    """Evaluates a jaxpr, and the operations of a nested ``jax.jit`` with products one by one."""
+    """Evaluates a jaxpr, and the operations of nested equations one by one."""
     jaxpr = traced.jaxpr
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values = values_of(eqn.invars, known)
-        if _is_nested(eqn):
-            results = _inlined(eqn.params["jaxpr"], *values)
-        else:
+        values, inner = values_of(eqn.invars, known), eqn.params.get("jaxpr")
+        if not _is_nested(eqn):
             results = evaluate_one(jaxpr, eqn, values)
+        elif eqn.primitive.name == "jit":
+            results = _inlined(inner, *values)
+        else:
+            results = _inlined(core.ClosedJaxpr(inner, ()), *_not_shared(eqn, values))
         known.update(zip(eqn.outvars, results, strict=True))
     return values_of(jaxpr.outvars, known)
 
 
-def _kept_results(eqns: Any) -> dict[int, list[Any]]:
-    """For each kernel call one result on the device that no other call overwrites, if any.
+def _not_shared(eqn: Any, values: list[Any]) -> list[Any]:
+    """The operands of rematerialized operations, behind the barrier that JAX puts before them."""
+    is_kept = np.broadcast_to(eqn.params["prevent_cse"], len(values))
+    if not (eqn.params["differentiated"] and is_kept.any()):
+        return values
+    kept = jax.lax.optimization_barrier([x for x, is_ in zip(values, is_kept, strict=True) if is_])
+    rest = iter(kept)
+    return [next(rest) if is_ else x for x, is_ in zip(values, is_kept, strict=True)]
 
-    A barrier that keeps an array which is overwritten in place would copy it.
+
+def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
+    """For kernel calls that make a new argument: results of the last operations with the old one.
+
+    Only operations up to the last product count.
     """
-    found, overwritten = dict[int, list[Any]](), set[Any]()
-    for i in reversed(range(len(eqns))):
-        eqn = eqns[i]
-        if eqn.primitive.name == "optimization_barrier":
-            pairs = zip(eqn.invars, eqn.outvars, strict=True)
-            overwritten.update(_variables(v for v, result in pairs if result in overwritten))
-        elif _contains(eqn, _KERNELS):
-            used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-            on_device = [v for v in used if v.aval.memory_space != jax.memory.Space.Host]
-            found[i] = [v for v in on_device if v not in overwritten][:1]
-            overwritten.update(_variables(eqn.invars))
+    eqns, last_use, made_by = jaxpr.eqns, dict[Any, Any](), dict[Any, int]()
+    for i, eqn in enumerate(eqns):
+        made_by |= dict.fromkeys(eqn.outvars, i)
+        used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+        if i < num_ordered and used:
+            last_use |= dict.fromkeys(_variables(eqn.invars), used[0])
+    found: dict[int, list[Any]] = {}
+    for old, new in zip(jaxpr.invars, jaxpr.outvars, strict=False):
+        stack, seen = _variables([new]) if old in last_use else [], set[int]()
+        while stack:
+            i = made_by.get(stack.pop(), -1)
+            if i < num_ordered or i in seen:
+                continue
+            seen.add(i)
+            if _contains(eqns[i], _KERNELS):
+                found.setdefault(i, []).append(last_use[old])
+            else:
+                stack += _variables(eqns[i].invars)
     return found
 
 

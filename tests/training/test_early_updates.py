@@ -1,5 +1,7 @@
 """Kernel calls of a state in host memory run as soon as their gradients are known."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +76,7 @@ def test_updates_run_between_products(loss, devices, micro, monkeypatch):
     early = [state]
     for batch in batches:
         early.append(step(early[-1], batch)[0])
-    monkeypatch.setattr(step_program, "with_early_updates", lambda function, lag: function)
+    monkeypatch.setattr(step_program, "with_early_updates", lambda function, *, lag: function)
     step, late, _ = made(monkeypatch, LOSSES[loss], devices, micro)
     assert order_of(jax.make_jaxpr(step)(late, batches[0]).jaxpr).endswith(
         "GK" + "K" * (LAYERS - 1)
@@ -90,36 +92,53 @@ def test_updates_that_need_the_norm_come_last(options, monkeypatch):
     assert order_of(jax.make_jaxpr(step)(state, batches[0]).jaxpr).endswith("G" + "K" * LAYERS)
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_product_waits_for_an_earlier_call(lag, monkeypatch):
-    """Each of six products has its gradient updated by a sine, in place of a kernel call."""
-    monkeypatch.setattr(early_updates, "_KERNELS", {"sin"})
+@pytest.mark.parametrize("lag", [0, 2, math.inf])
+def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, monkeypatch):
+    """atan2 takes the place of kernel calls: each makes a new matrix from a gradient."""
+    monkeypatch.setattr(early_updates, "_KERNELS", {"atan2"})
 
-    def step(x, matrices):
-        found, results, last = [], [], 0.0
-        for matrix in matrices:
-            x = x @ matrix
-            found.append(x)
-        for gradient in found:
-            last = jnp.sin(gradient + last)
-            results.append(last)
-        return results
+    def step(matrices, x):
+        found, last, coefficients = {}, 0.0, x
+        for i, matrix in enumerate(matrices):
+            x, found[i] = x @ matrix, x
+        new = []
+        for i, matrix in enumerate(matrices):
+            last = jax.lax.atan2(coefficients, found[i] + last)
+            new.append(last + matrix)
+        return new, x
 
-    args = jnp.ones((8, 8)), list(np.random.default_rng(0).normal(size=(6, 8, 8)) / 8)
-    early = with_early_updates(step, lag)
+    args = list(np.random.default_rng(0).normal(size=(6, 8, 8)) / 8), jnp.ones((8, 8))
+    early = with_early_updates(step, lag=lag)
     assert_trees_same_bits(jax.jit(early)(*args), jax.jit(step)(*args))
-    names, calls, waits, made_by = "", [], [], {}
-    for eqn in jax.make_jaxpr(early)(*args).jaxpr.eqns:
-        name = eqn.primitive.name
-        names += {"dot_general": "G", "sin": "K"}.get(name, "")
-        if name == "sin":
-            calls.append(eqn.outvars[0])
-        elif name == "optimization_barrier":
-            made_by |= dict.fromkeys(eqn.outvars, calls.index(eqn.invars[-1]))
-        elif name == "dot_general":
-            waits.append(made_by.get(eqn.invars[0]))
-    assert names == "GK" * 6
-    assert waits == [None] * (1 + lag) + list(range(5 - lag))
+    jaxpr = jax.make_jaxpr(early)(*args).jaxpr
+    needs, products, new = {}, [], []  # of each variable the variables before it
+    for eqn in jaxpr.eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        before = set(inputs).union(*(needs.get(v, ()) for v in inputs))
+        needs |= dict.fromkeys(eqn.outvars, before)
+        if eqn.primitive.name == "dot_general":
+            products.append(eqn.outvars[0])
+        elif eqn.primitive.name == "atan2":
+            new.append(eqn.outvars[0])
+    for i, call in enumerate(new):
+        assert products[i] in needs[call]  # the last use of the old matrix
+    for i, product in enumerate(products):
+        waits_for = [k for k, call in enumerate(new) if call in needs[product]]
+        assert waits_for == list(range(max(0, i - lag) if lag < 6 else 0))
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_rematerialized_operations_stay_behind_a_barrier(prevent_cse):
+    def step(w, x):
+        layer = jax.checkpoint(lambda x: jnp.sin(x @ w) @ w, prevent_cse=prevent_cse)
+        return jax.value_and_grad(lambda x: jnp.sum(layer(layer(x))))(x)
+
+    args = jnp.ones((4, 4)) / 3, jnp.ones((4, 4))
+    early = with_early_updates(step, lag=math.inf)
+    assert_trees_same_bits(jax.jit(early)(*args), jax.jit(step)(*args))
+    text = jax.jit(early).lower(*args).as_text()
+    assert text.count("optimization_barrier") == 2 * prevent_cse
+    assert text.count("dot_general") == jax.jit(step).lower(*args).as_text().count("dot_general")
 
 
 def test_functions_without_products_and_with_unused_results():
@@ -128,4 +147,4 @@ def test_functions_without_products_and_with_unused_results():
         return {"kept": kept, "one": 1.0, "y": y}
 
     x = jnp.linspace(0.0, 3.0, 7)
-    assert_trees_same_bits(with_early_updates(function, 0)(x, x), function(x, x))
+    assert_trees_same_bits(with_early_updates(function, lag=0)(x, x), function(x, x))
