@@ -30,7 +30,8 @@ from jax.extend import core
 from jdistadam.training.traced_gradients import evaluate_one, values_of
 
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
-_KERNELS = {"ffi_call"}
+# The calls that make new parameters.
+_UPDATES = {f"jdistadam_{x}{y}" for x in ("adam", "quantized") for y in ("", "_squares")}
 _GATHERS = {"all_gather", "all_gather_invariant"}
 
 
@@ -39,8 +40,9 @@ def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[...,
 
     Args:
       step: A training step of one device. Its first results replace its first arguments, leaf by
-        leaf. Operations after its last product are the optimizer's.
-      lag: The number of kernel calls for which a product does not wait.
+        leaf. Operations after its last product are the optimizer's; if a transformation before it
+        has products, little is early.
+      lag: The number of kernel calls that make new parameters for which a product does not wait.
     """
 
     def early(*args: Any) -> Any:
@@ -104,7 +106,7 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
                 late.append(k)
                 continue
             evaluate(k)
-            if _contains(eqns[k], _KERNELS):
+            if k in after:
                 calls.append([])
             if calls:
                 calls[-1] += [v for v in eqns[k].outvars if v in outputs]
@@ -165,7 +167,7 @@ def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
             if i < num_ordered or i in seen:
                 continue
             seen.add(i)
-            if _contains(eqns[i], _KERNELS):
+            if _contains(eqns[i], _UPDATES):
                 found.setdefault(i, []).append(last_use[old])
             else:
                 stack += _variables(eqns[i].invars)
@@ -173,8 +175,10 @@ def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
 
 
 def _contains(eqn: Any, names: Collection[str]) -> bool:
+    """Whether an equation, or one inside of it, has one of these names; a call has its target's."""
     inner = core.jaxprs_in_params(eqn.params)
-    return eqn.primitive.name in names or any(_contains(e, names) for j in inner for e in j.eqns)
+    name = eqn.params.get("target_name", eqn.primitive.name)
+    return name in names or any(_contains(e, names) for j in inner for e in j.eqns)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:

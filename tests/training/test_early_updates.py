@@ -56,7 +56,7 @@ def order_of(jaxpr):
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "ffi_call":
-            found += "K" * eqn.params["target_name"].startswith("jdistadam_adam")
+            found += "K" * (eqn.params["target_name"] == "jdistadam_adam")
         elif name == "dot_general":
             found += "G"
         else:
@@ -86,6 +86,37 @@ def test_updates_run_between_products(loss, devices, micro, monkeypatch):
     assert_trees_same_bits(early[-1], late)
 
 
+def needs_of(jaxpr):
+    """For each variable all variables before it."""
+    needs = {}
+    for eqn in jaxpr.eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        before = set(inputs).union(*(needs.get(v, ()) for v in inputs))
+        needs |= dict.fromkeys(eqn.outvars, before)
+    return needs
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_has_this_lag(devices, monkeypatch):
+    """Copies between the memories and other kernels do not count."""
+    step, state, batches = made(monkeypatch, plain, devices)
+    jaxpr = jax.make_jaxpr(step)(state, batches[0]).jaxpr
+    while "dot_general" not in {eqn.primitive.name for eqn in jaxpr.eqns}:
+        jaxpr = max(
+            (x for eqn in jaxpr.eqns for x in core.jaxprs_in_params(eqn.params)),
+            key=lambda x: len(x.eqns),
+        )
+    needs, calls, most = needs_of(jaxpr), [], 0
+    for eqn in jaxpr.eqns:
+        if order_of(jaxpr.replace(eqns=[eqn])) == "K":
+            calls.append(eqn.outvars[0])
+        elif eqn.primitive.name == "dot_general":
+            before = needs[eqn.outvars[0]]
+            assert sum(v in before for v in calls) == max(0, len(calls) - step_program._LAG)
+            most = max(most, len(calls))
+    assert most == LAYERS - 1
+
+
 @pytest.mark.parametrize("options", [dict(max_grad_norm=1.0), dict(loss_scale=8.0)])
 def test_updates_that_need_the_norm_come_last(options, monkeypatch):
     step, state, batches = made(monkeypatch, plain, **options)
@@ -95,7 +126,7 @@ def test_updates_that_need_the_norm_come_last(options, monkeypatch):
 @pytest.mark.parametrize("lag", [0, 2, math.inf])
 def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, monkeypatch):
     """atan2 takes the place of kernel calls: each makes a new matrix from a gradient."""
-    monkeypatch.setattr(early_updates, "_KERNELS", {"atan2"})
+    monkeypatch.setattr(early_updates, "_UPDATES", {"atan2"})
 
     def step(matrices, x):
         found, last, coefficients = {}, 0.0, x
@@ -111,11 +142,8 @@ def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, monkeypatch)
     early = with_early_updates(step, lag=lag)
     assert_trees_same_bits(jax.jit(early)(*args), jax.jit(step)(*args))
     jaxpr = jax.make_jaxpr(early)(*args).jaxpr
-    needs, products, new = {}, [], []  # of each variable the variables before it
+    needs, products, new = needs_of(jaxpr), [], []
     for eqn in jaxpr.eqns:
-        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-        before = set(inputs).union(*(needs.get(v, ()) for v in inputs))
-        needs |= dict.fromkeys(eqn.outvars, before)
         if eqn.primitive.name == "dot_general":
             products.append(eqn.outvars[0])
         elif eqn.primitive.name == "atan2":
