@@ -5,8 +5,8 @@
 
 A row is METHOD-LAYERS. The layers have a width of 4096, 201e6 parameters each, and are
 rematerialized. Weights and tokens are random. Each row runs in its own process. A row that fails,
-for example because the model does not fit, records its error. "optax_host" moves
-the state of optax between the memories by ``jax.device_put`` in the step, as MaxText does with
+for example because the model does not fit, records its error. "optax_host" moves the state of optax
+between the memories by ``jax.device_put`` in the step, as MaxText does with
 ``optimizer_memory_host_offload``.
 """
 
