@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jdistadam.training.traced_gradients import evaluate_one, values_of
+from jdistadam.training.traced_gradients import evaluate, evaluate_one, values_of
 
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 # The calls that make new parameters.
@@ -124,18 +124,16 @@ def _is_nested(eqn: Any) -> bool:
 
 def _inlined(traced: Any, *args: Any) -> list[Any]:
     """Evaluates a jaxpr, and the operations of nested equations one by one."""
-    jaxpr = traced.jaxpr
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        values, inner = values_of(eqn.invars, known), eqn.params.get("jaxpr")
+
+    def opened(eqn: Any, values: list[Any]) -> list[Any] | None:
         if not _is_nested(eqn):
-            results = evaluate_one(jaxpr, eqn, values)
-        elif eqn.primitive.name == "jit":
-            results = _inlined(inner, *values)
-        else:
-            results = _inlined(core.ClosedJaxpr(inner, ()), *_not_shared(eqn, values))
-        known.update(zip(eqn.outvars, results, strict=True))
-    return values_of(jaxpr.outvars, known)
+            return None
+        inner = eqn.params["jaxpr"]
+        if eqn.primitive.name == "jit":
+            return _inlined(inner, *values)
+        return _inlined(core.ClosedJaxpr(inner, ()), *_not_shared(eqn, values))
+
+    return evaluate(traced, args, opened)
 
 
 def _not_shared(eqn: Any, values: list[Any]) -> list[Any]:

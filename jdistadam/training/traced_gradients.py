@@ -15,7 +15,7 @@ gradients of all layers.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ def differentiated(
     shapes, treedef = jax.tree.flatten(shapes)
     first = len(shapes) - len(jax.tree.leaves(params))
     wanted = {first + leaf: total for leaf, total in sums.items()}
-    results = jax.tree.unflatten(treedef, _evaluate(traced, jax.tree.leaves(params), wanted))
+    results = jax.tree.unflatten(treedef, _with_sums(traced, jax.tree.leaves(params), wanted))
     ranks = _ranks(traced.jaxpr)[first:]
     return results, tuple(sorted(range(len(ranks)), key=ranks.__getitem__)) if with_order else ()
 
@@ -93,22 +93,34 @@ def _ranks(jaxpr: Any) -> list[tuple[int, ...]]:
     return [() if isinstance(v, core.Literal) else found.get(v, ()) for v in jaxpr.outvars]
 
 
-def _evaluate(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) -> list[Any]:
+def _with_sums(traced: Any, args: list[Any], sums: Mapping[int, BucketSchedule]) -> list[Any]:
     """Evaluates a jaxpr, and sums some of its results in the loops that make them."""
     jaxpr = traced.jaxpr
     used = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
     uses = collections.Counter(v for v in used if not isinstance(v, core.Literal))
     total = {v: sums[i] for i, v in enumerate(jaxpr.outvars) if i in sums and uses[v] == 1}
+
+    def summed(eqn: Any, values: list[Any]) -> list[Any] | None:
+        wanted = {k: total[v] for k, v in enumerate(eqn.outvars) if v in total}
+        if wanted and eqn.primitive.name == "scan":
+            return _scan(eqn, values, wanted)
+        if wanted and eqn.primitive.name == "jit":
+            return _with_sums(eqn.params["jaxpr"], values, wanted)
+        return None
+
+    return evaluate(traced, args, summed)
+
+
+def evaluate(
+    traced: Any, args: Sequence[Any], otherwise: Callable[[Any, list[Any]], list[Any] | None]
+) -> list[Any]:
+    """Evaluates a jaxpr; equations for which ``otherwise`` returns results have these."""
+    jaxpr = traced.jaxpr
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         values = values_of(eqn.invars, known)
-        wanted = {k: total[v] for k, v in enumerate(eqn.outvars) if v in total}
-        name = eqn.primitive.name
-        if wanted and name == "scan":
-            results = _scan(eqn, values, wanted)
-        elif wanted and name == "jit":
-            results = _evaluate(eqn.params["jaxpr"], values, wanted)
-        else:
+        results = otherwise(eqn, values)
+        if results is None:
             results = evaluate_one(jaxpr, eqn, values)
         known.update(zip(eqn.outvars, results, strict=True))
     return values_of(jaxpr.outvars, known)
