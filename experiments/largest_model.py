@@ -134,6 +134,7 @@ def measure(name, args):
     device, begun = jax.devices()[0], time.perf_counter()
     state = jax.block_until_ready(row.start())
     started, seconds, losses = time.perf_counter() - begun, [], []
+    print(f"{name}: the state took {started:.0f} s", file=sys.stderr, flush=True)
     rng = np.random.default_rng(0)
     for _ in range(1 + args.steps):
         tokens = rng.integers(0, 50304, (args.sequences, 1025), dtype=np.int32)
@@ -142,6 +143,7 @@ def measure(name, args):
         losses.append(float(metrics["loss"]))
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - begun)
+        print(f"{name}: a step took {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
     stats = device.memory_stats() or {}
     held = jax.tree.leaves(state)
     on_host = [x for x in held if x.sharding.memory_kind == "pinned_host"]
@@ -180,8 +182,9 @@ def in_process(name):
         done = subprocess.run(
             command, capture_output=True, text=True, env=ENVIRONMENT | os.environ, timeout=TIMEOUT
         )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no result after {TIMEOUT} s"}
+    except subprocess.TimeoutExpired as error:
+        last = (error.stderr or b"").decode().strip().splitlines()[-1:]
+        return {"failed": f"no result after {TIMEOUT} s; last message: {''.join(last)[:300]}"}
     if done.returncode:
         lines = [x for x in done.stderr.splitlines() if "Error" in x or "RESOURCE_EXHAUSTED" in x]
         return {"failed": (lines or done.stderr.splitlines())[-1][:500]}

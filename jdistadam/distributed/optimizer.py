@@ -72,7 +72,7 @@ def distributed(
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
     state_memory: str | Mapping[str, str] = "device",
-    state_buffer_bytes: int = 512 << 20,
+    state_buffer_bytes: int = 1 << 30,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
