@@ -105,16 +105,21 @@ def test_steps_have_the_bits_of_a_state_on_the_device(case):
 
 
 APART = ("mu",), ("mu", "nu"), ("main_params", "ema"), ("nu", "main_params", "ema"), ("ema",)
+OFTEN = [
+    ("bfloat16", APART[0], None),
+    ("remainder16", APART[1], None),
+    ("8 bits", APART[2], None),
+    ("8 bits", APART[3], "leaves"),
+    ("8 bits", APART[4], None),
+    ("bfloat16", APART[1], "leaves"),
+    ("remainder16", APART[0], "leaves"),
+]
 
 
 @pytest.mark.parametrize("norms", [None, "leaves"])
 @pytest.mark.parametrize("names", APART, ids="-".join)
 @pytest.mark.parametrize("policy", ["bfloat16", "remainder16", "8 bits"])
-@often(
-    lambda policy, names, norms: (
-        (policy == "8 bits" or names[0] == "mu") and (len(names) > 1 or norms is None)
-    )
-)
+@often(lambda policy, names, norms: (policy, names, norms) in OFTEN)
 def test_some_arrays_of_a_state_on_the_host(policy, names, norms):
     """A kernel call then takes windows of some arrays, and all of the others in place."""
     found, micro = [], 1 if norms is None else 3  # the update follows the backward pass, or not
@@ -516,6 +521,7 @@ def test_many_windows_on_one_gpu(case, monkeypatch):
 
 
 @pytest.mark.parametrize(("policy", "count"), [("float32", 3), ("8 bits", 3), ("8 bits", 6)])
+@often(lambda policy, count: (policy, count) != ("8 bits", 3))
 def test_what_is_compiled_for_h200s(h200s, policy, count, monkeypatch):
     """The state is updated in place on the host, window by window, with copies in both directions."""
     monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
@@ -611,6 +617,11 @@ def compiled_layers(
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("state_memory", ["pinned_host", on_host("mu", "nu")], ids=["all", "some"])
+@often(
+    lambda devices, micro, state_memory: (
+        ((devices == 2) == (micro == 1)) == (state_memory == "pinned_host")
+    )
+)
 def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memory, monkeypatch):
     """As soon as gradients are known, but on two devices beside their sums.
 
