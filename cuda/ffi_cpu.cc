@@ -32,8 +32,13 @@ static ffi::Error Run(ffi::ThreadPool& pool, const QuantizedCall& call) {
   return ffi::Error::Success();
 }
 
-static ffi::Error Run(ffi::ThreadPool& pool, const NormCall& call) {
-  NormCpu(call, ThreadsOf(pool));
+static ffi::Error Run(ffi::ThreadPool& pool, const NormTilesCall& call) {
+  NormTilesCpu(call, ThreadsOf(pool));
+  return ffi::Error::Success();
+}
+
+static ffi::Error Run(ffi::ThreadPool&, const NormCall& call) {
+  NormCpu(call);
   return ffi::Error::Success();
 }
 
@@ -106,6 +111,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdamSquares_cpu, AdamSquaresHandler<Pool>
                               AdamSquaresBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cpu, QuantizedSquaresHandler<Pool>,
                               QuantizedSquaresBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNormTiles_cpu, NormTilesHandler<Pool>,
+                              NormTilesBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cpu, HostCopyHandler<Pool>,

@@ -35,6 +35,10 @@ static ffi::Error Run(cudaStream_t stream, const QuantizedCall& call) {
   return LaunchError(QuantizedCuda(call, stream));
 }
 
+static ffi::Error Run(cudaStream_t stream, const NormTilesCall& call) {
+  return LaunchError(NormTilesCuda(call, stream));
+}
+
 static ffi::Error Run(cudaStream_t stream, const NormCall& call) {
   return LaunchError(NormCuda(call, stream));
 }
@@ -185,6 +189,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdamSquares_cuda, AdamSquaresHandler<cuda
                               AdamSquaresBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cuda, QuantizedSquaresHandler<cudaStream_t>,
                               QuantizedSquaresBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNormTiles_cuda, NormTilesHandler<cudaStream_t>,
+                              NormTilesBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
                               NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,

@@ -1,7 +1,9 @@
-// Reads and checks the operands of the FFI call `jdistadam_norm` as a NormCall.
+// Reads and checks the operands of the FFI calls for the global norm.
 //
-// operands  inv_scale f32[], then the gradients, all of one dtype.
-// results   sum_of_squares f32[], found_inf pred[], scratch u32[number of tiles, 2].
+// jdistadam_norm_tiles   operands  inv_scale f32[], then the gradients, all of one dtype.
+//                        results   u32[number of tiles, 2].
+// jdistadam_norm         operands  u32[number of tiles, 2], of one or more such calls.
+//                        results   sum_of_squares f32[], found_inf pred[].
 #pragma once
 
 #include "ffi_common.h"
@@ -9,13 +11,10 @@
 
 namespace jdistadam {
 
-using FloatResult = ffi::Result<ffi::Buffer<ffi::F32, 0>>;
-using BoolResult = ffi::Result<ffi::Buffer<ffi::PRED, 0>>;
-using TilesResult = ffi::Result<ffi::Buffer<ffi::U32, 2>>;
+using Tiles = ffi::Buffer<ffi::U32, 2>;
 
-inline ffi::Error BuildNormCall(FloatScalar inv_scale, const ffi::RemainingArgs& grads,
-                                FloatResult sum_of_squares, BoolResult found_inf, TilesResult tiles,
-                                NormCall* call) {
+inline ffi::Error BuildNormTilesCall(FloatScalar inv_scale, const ffi::RemainingArgs& grads,
+                                     const ffi::Result<Tiles>& tiles, NormTilesCall* call) {
   call->dtype = Dtype::kFloat32;
   call->num_tiles = 0;
   size_t next = 0;
@@ -29,31 +28,44 @@ inline ffi::Error BuildNormCall(FloatScalar inv_scale, const ffi::RemainingArgs&
       {"grads"}, grads.size(), grads, &next, &call->dtype, FloatTypeOf, any_size,
       [](size_t) { return size_t{0}; }, add);
   if (error.failure()) return error;
-  const auto scratch = tiles->dimensions();
-  if (size_t(scratch[0]) != call->num_tiles || scratch[1] != 2)
-    return Invalid("scratch: expected " + std::to_string(call->num_tiles) + " tiles of 2 words");
+  const auto shape = tiles->dimensions();
+  if (size_t(shape[0]) != call->num_tiles || shape[1] != 2)
+    return Invalid("result: expected " + std::to_string(call->num_tiles) + " tiles of 2 words");
   call->inv_scale = inv_scale.typed_data();
   call->tiles = reinterpret_cast<TileNorm*>(tiles->typed_data());
-  call->sum_of_squares = sum_of_squares->typed_data();
-  call->found_inf = found_inf->typed_data();
   return ffi::Error::Success();
 }
 
 template <typename Context>
-ffi::Error NormHandler(FloatScalar inv_scale, ffi::RemainingArgs grads, FloatResult sum_of_squares,
-                       BoolResult found_inf, TilesResult tiles, Context context) {
-  NormCall call;
-  ffi::Error error = BuildNormCall(inv_scale, grads, sum_of_squares, found_inf, tiles, &call);
+ffi::Error NormTilesHandler(FloatScalar inv_scale, ffi::RemainingArgs grads,
+                            ffi::Result<Tiles> tiles, Context context) {
+  NormTilesCall call;
+  ffi::Error error = BuildNormTilesCall(inv_scale, grads, tiles, &call);
   return error.failure() ? error : Run(context, call);
+}
+
+template <typename Context>
+ffi::Error NormHandler(Tiles tiles, ffi::Result<ffi::Buffer<ffi::F32, 0>> sum_of_squares,
+                       ffi::Result<ffi::Buffer<ffi::PRED, 0>> found_inf, Context context) {
+  const auto shape = tiles.dimensions();
+  if (shape[1] != 2) return Invalid("tiles: expected 2 words, got " + std::to_string(shape[1]));
+  return Run(context,
+             NormCall{reinterpret_cast<const TileNorm*>(tiles.typed_data()), size_t(shape[0]),
+                      sum_of_squares->typed_data(), found_inf->typed_data()});
+}
+
+inline auto NormTilesBinding() {
+  return ffi::Ffi::Bind()
+      .Arg<FloatScalar>()  // inv_scale
+      .RemainingArgs()
+      .Ret<Tiles>();
 }
 
 inline auto NormBinding() {
   return ffi::Ffi::Bind()
-      .Arg<FloatScalar>()  // inv_scale
-      .RemainingArgs()
-      .Ret<ffi::Buffer<ffi::F32, 0>>()   // sum_of_squares
-      .Ret<ffi::Buffer<ffi::PRED, 0>>()  // found_inf
-      .Ret<ffi::Buffer<ffi::U32, 2>>();  // scratch
+      .Arg<Tiles>()
+      .Ret<ffi::Buffer<ffi::F32, 0>>()    // sum_of_squares
+      .Ret<ffi::Buffer<ffi::PRED, 0>>();  // found_inf
 }
 
 }  // namespace jdistadam

@@ -16,10 +16,8 @@ cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream);
 cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream);
 // The second half of sums of squares, behind the kernel that made the partials.
 cudaError_t SumSegmentsCuda(const SquaresCall& call, cudaStream_t stream);
+cudaError_t NormTilesCuda(const NormTilesCall& call, cudaStream_t stream);
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream);
-// The second half of a norm: the sum over tiles.
-cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares,
-                         bool* found_inf, cudaStream_t stream);
 cudaError_t PeerCuda(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream);
 cudaError_t SumCuda(const SumCall& call, cudaStream_t stream);
 

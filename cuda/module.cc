@@ -15,6 +15,7 @@ XLA_FFI_Error* JDISTADAM_HANDLER(Adam)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Quantized)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(AdamSquares)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(QuantizedSquares)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(NormTiles)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(HostCopy)(XLA_FFI_CallFrame* call_frame);
@@ -41,6 +42,8 @@ NB_MODULE(JDISTADAM_MODULE, m) {
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(AdamSquares)));
     handlers["jdistadam_quantized_squares"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(QuantizedSquares)));
+    handlers["jdistadam_norm_tiles"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(NormTiles)));
     handlers["jdistadam_norm"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Norm)));
     handlers["jdistadam_sum"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Sum)));
     handlers["jdistadam_host_copy"] =

@@ -7,6 +7,7 @@
 // is cut into tiles of kNormTile elements; the sums of all tiles, in the order of the leaves, are
 // summed once more. Both are sums over lanes: lane l adds its terms l, l + kNormLanes, ... in
 // sequence, starting with zero; then the lanes are summed in halves: lane l adds lane l + half.
+// Several calls may sum the tiles: then a gradient need not exist until all are known.
 #pragma once
 
 #include <cstddef>
@@ -33,13 +34,19 @@ struct TileNorm {
   uint32_t found_inf;
 };
 
-// The pointers are device memory in the CUDA kernels.
-struct NormCall {
+// Sums the tiles of some leaves. The pointers are device memory in the CUDA kernels.
+struct NormTilesCall {
   Dtype dtype;
   const float* inv_scale;
   std::vector<NormLeaf> leaves;
   size_t num_tiles;
-  TileNorm* tiles;  // (num_tiles,), scratch
+  TileNorm* tiles;  // (num_tiles,)
+};
+
+// Sums all tiles.
+struct NormCall {
+  const TileNorm* tiles;  // (num_tiles,)
+  size_t num_tiles;
   float* sum_of_squares;
   bool* found_inf;
 };
@@ -56,6 +63,7 @@ inline float HalveLanes(float (&lanes)[kNormLanes]) {
 
 JDISTADAM_INLINE bool IsFinite(float x) { return (BitsOf(x) & 0x7f800000u) != 0x7f800000u; }
 
-void NormCpu(const NormCall& call, const Threads& threads);
+void NormTilesCpu(const NormTilesCall& call, const Threads& threads);
+void NormCpu(const NormCall& call);
 
 }  // namespace jdistadam

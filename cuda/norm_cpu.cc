@@ -7,7 +7,7 @@
 namespace jdistadam {
 namespace {
 
-TileNorm SumTile(const NormCall& call, const NormLeaf& leaf, size_t begin) {
+TileNorm SumTile(const NormTilesCall& call, const NormLeaf& leaf, size_t begin) {
   float lanes[kNormLanes] = {}, row[kNormLanes];
   const float inv_scale = *call.inv_scale;
   const size_t end = std::min(begin + kNormTile, leaf.size);
@@ -25,7 +25,7 @@ TileNorm SumTile(const NormCall& call, const NormLeaf& leaf, size_t begin) {
 
 }  // namespace
 
-void NormCpu(const NormCall& call, const Threads& threads) {
+void NormTilesCpu(const NormTilesCall& call, const Threads& threads) {
   std::vector<const NormLeaf*> leaf_of_tile(call.num_tiles);
   for (const NormLeaf& leaf : call.leaves) {
     for (size_t t = 0; t < NumNormTiles(leaf.size); ++t) leaf_of_tile[leaf.first_tile + t] = &leaf;
@@ -34,6 +34,9 @@ void NormCpu(const NormCall& call, const Threads& threads) {
     const NormLeaf& leaf = *leaf_of_tile[t];
     call.tiles[t] = SumTile(call, leaf, (t - leaf.first_tile) * kNormTile);
   });
+}
+
+void NormCpu(const NormCall& call) {
   const KeepDenormals keep_denormals;
   float lanes[kNormLanes] = {};
   bool found_inf = false;

@@ -1,4 +1,4 @@
-// The global norm on a CUDA device: each block sums one tile, then one block sums the tiles.
+// The global norm on a CUDA device: each block sums one tile, then one block sums all tiles.
 //
 // traffic   one read of the gradients; and 16 bytes per tile of kNormTile elements.
 // order     as in norm.h: no atomics; the result does not depend on when a block runs.
@@ -58,43 +58,38 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) tiles[leaf.first_tile + index.tile] = {sum, found_inf};
 }
 
-__global__ void __launch_bounds__(kFinalThreads)
-    FinalKernel(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares, bool* found_inf) {
+__global__ void __launch_bounds__(kFinalThreads) FinalKernel(const NormCall call) {
   float lanes[1] = {};
   uint32_t found = 0;
-  for (size_t t = threadIdx.x; t < num_tiles; t += kFinalThreads) {
-    const TileNorm tile = tiles[t];
+  for (size_t t = threadIdx.x; t < call.num_tiles; t += kFinalThreads) {
+    const TileNorm tile = call.tiles[t];
     lanes[0] += tile.sum_of_squares;
     found |= tile.found_inf;
   }
   const bool any = __syncthreads_or(found);
   const float sum = SumLanes(lanes);
   if (threadIdx.x == 0) {
-    *sum_of_squares = CanonicalNan(sum);
-    *found_inf = any;
+    *call.sum_of_squares = CanonicalNan(sum);
+    *call.found_inf = any;
   }
 }
 
 template <Dtype kDtype>
-cudaError_t Launch(const NormCall& call, cudaStream_t stream) {
-  const cudaError_t error =
-      ForEachTable<NormLeaf>(call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
-        TileKernel<kDtype><<<tiles, kThreads, 0, stream>>>(table, call.inv_scale, call.tiles);
-        return cudaGetLastError();
-      });
-  if (error != cudaSuccess) return error;
-  return SumTilesCuda(call.tiles, call.num_tiles, call.sum_of_squares, call.found_inf, stream);
+cudaError_t Launch(const NormTilesCall& call, cudaStream_t stream) {
+  return ForEachTable<NormLeaf>(call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
+    TileKernel<kDtype><<<tiles, kThreads, 0, stream>>>(table, call.inv_scale, call.tiles);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace
 
-cudaError_t SumTilesCuda(const TileNorm* tiles, size_t num_tiles, float* sum_of_squares,
-                         bool* found_inf, cudaStream_t stream) {
-  FinalKernel<<<1, kFinalThreads, 0, stream>>>(tiles, num_tiles, sum_of_squares, found_inf);
+cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
+  FinalKernel<<<1, kFinalThreads, 0, stream>>>(call);
   return cudaGetLastError();
 }
 
-cudaError_t NormCuda(const NormCall& call, cudaStream_t stream) {
+cudaError_t NormTilesCuda(const NormTilesCall& call, cudaStream_t stream) {
   switch (call.dtype) {
     case Dtype::kFloat32:
       return Launch<Dtype::kFloat32>(call, stream);

@@ -49,11 +49,11 @@ void Sum(const PeerCall& call, const PeerArrays& arrays, const Threads& threads,
 }
 
 void Norm(const PeerCall& call, const Threads& threads, const std::vector<float*>& sums) {
-  NormCall norm{Dtype::kFloat32,     call.norm_scale,    {}, call.num_tiles, call.tiles,
-                call.sum_of_squares, call.norm_found_inf};
+  NormTilesCall norm{Dtype::kFloat32, call.norm_scale, {}, call.num_tiles, call.tiles};
   for (size_t l = 0; l < call.leaves.size(); ++l)
     norm.leaves.push_back({sums[l], call.leaves[l].size, call.leaves[l].first_tile});
-  NormCpu(norm, threads);
+  NormTilesCpu(norm, threads);
+  NormCpu({call.tiles, call.num_tiles, call.sum_of_squares, call.norm_found_inf});
 }
 
 void Step(const PeerCall& call, const PeerArrays& arrays, const Threads& threads,

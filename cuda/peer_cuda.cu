@@ -334,7 +334,7 @@ cudaError_t PeerCuda(const PeerCall& call, const PeerArrays& arrays, cudaStream_
   if (arrays.count == 4) error = LaunchWork<4>(call, arrays, stream);
   if (arrays.count == 8) error = LaunchWork<8>(call, arrays, stream);
   if (error != cudaSuccess || call.work == PeerWork::kStepOnSums) return error;
-  return SumTilesCuda(call.tiles, call.num_tiles, call.sum_of_squares, call.norm_found_inf, stream);
+  return NormCuda({call.tiles, call.num_tiles, call.sum_of_squares, call.norm_found_inf}, stream);
 }
 
 }  // namespace jdistadam

@@ -29,6 +29,7 @@ from support import gpus  # noqa: E402
 from support.package import choose_package  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_platform_name", "cpu")  # beside GPUs, too, tests run on CPUs by default
 
 
 def is_case(when, item):
@@ -73,6 +74,17 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     if reason := gpus.why_skipped({mark.name for mark in item.iter_markers()}):
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def default_devices(request, monkeypatch):
+    """Tests of GPUs run there by default; all others, and processes that they start, on CPUs."""
+    if gpus.NEEDED.keys() & {mark.name for mark in request.node.iter_markers()}:
+        with jax.default_device(jax.devices("gpu")[0]):
+            yield
+    else:
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -192,7 +192,9 @@ def norm_and_finite(
         by_axes.setdefault(bucket.tensor_axes, []).append(shard)
     squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     for axes, arrays in sorted(by_axes.items()):
-        partial_squares, found_here = multi_tensor.sum_of_squares(arrays, unscale)
+        partial_squares, found_here = multi_tensor.sum_of_squares(
+            arrays, unscale, one_by_one=config.updates_early
+        )
         copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
         if copies:
             partial_squares = jnp.where(collectives.axis_index(copies) == 0, partial_squares, 0)

@@ -35,7 +35,9 @@ class _SumSpec(NamedTuple):
     flat: int = 0
 
 
-def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Array, jax.Array]:
+def sum_of_squares(
+    grads: Sequence[Any], inv_scale: Any = None, *, one_by_one: bool = False
+) -> tuple[jax.Array, jax.Array]:
     r"""Returns :math:`\sum (s g)^2` over all leaves, and whether any :math:`s g` is non-finite.
 
     Reads the gradients once. Sizes and dtypes of the leaves fix the order of the sum.
@@ -43,6 +45,8 @@ def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Arr
     Args:
       grads: float32, bfloat16 or float16 arrays of any shapes.
       inv_scale: :math:`s`, shape (), float32. None: 1.
+      one_by_one: Whether each leaf has a kernel call of its own, so that it can be freed before
+        all others exist. The result is bitwise the same.
 
     Returns:
       Two arrays of shape (), float32 and bool.
@@ -55,29 +59,50 @@ def sum_of_squares(grads: Sequence[Any], inv_scale: Any = None) -> tuple[jax.Arr
             by_dtype.setdefault(jnp.dtype(grad.dtype).name, []).append(grad)
     total, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     for _, arrays in sorted(by_dtype.items()):
-        squares, found = native.choose(_norm_native, _norm_fallback)(scale, arrays)
+        calls = [[x] for x in arrays] if one_by_one else [arrays]
+        tiles = [native.choose(_tiles_native, _tiles_fallback)(scale, call) for call in calls]
+        squares, found = native.choose(_norm_native, _norm_fallback)(jnp.concatenate(tiles))
         total, found_inf = total + squares, found_inf | found
     return total, found_inf
 
 
-def _norm_types(like: Any, sizes: Iterable[int]) -> list[Any]:
-    """The types of a sum of squares, of whether any is non-finite, and of scratch memory."""
+def _tiles_type(like: Any, sizes: Iterable[int]) -> Any:
+    """The type of the sums of tiles: bits of a sum of squares, and whether any is non-finite."""
     tiles = sum(-(-size // reference.NORM_TILE) for size in sizes)
-    shapes = (((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32))
-    return [native.type_like(like, shape, dtype) for shape, dtype in shapes]
+    return native.type_like(like, (tiles, 2), jnp.uint32)
 
 
-def _norm_native(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    results = _norm_types(grads[0], (x.size for x in grads))
-    squares, found_inf, _ = jax.ffi.ffi_call("jdistadam_norm", results)(inv_scale, *grads)
+def _norm_types(like: Any, sizes: Iterable[int] | None = None) -> list[Any]:
+    """The types of a sum of squares, and of whether any is non-finite; of leaves also the tiles."""
+    types = [native.type_like(like, (), dtype) for dtype in (jnp.float32, jnp.bool_)]
+    return types if sizes is None else [*types, _tiles_type(like, sizes)]
+
+
+def _tiles_native(inv_scale: Any, grads: Sequence[Any]) -> jax.Array:
+    result = _tiles_type(grads[0], (x.size for x in grads))
+    return jax.ffi.ffi_call("jdistadam_norm_tiles", result)(inv_scale, *grads)
+
+
+def _tiles_fallback(inv_scale: Any, grads: Sequence[Any]) -> jax.Array:
+    tiles = []
+    for x in grads:
+        scaled = x.reshape(-1).astype(jnp.float32) * inv_scale
+        padded = jnp.pad(scaled, (0, -x.size % reference.NORM_TILE))
+        rows = padded.reshape(-1, reference.NORM_TILE)
+        squares = jax.lax.bitcast_convert_type(jnp.sum(jnp.square(rows), axis=1), jnp.uint32)
+        found = ~jnp.all(jnp.isfinite(rows), axis=1)
+        tiles.append(jnp.stack([squares, found.astype(jnp.uint32)], axis=1))
+    return jnp.concatenate(tiles)
+
+
+def _norm_native(tiles: Any) -> tuple[jax.Array, jax.Array]:
+    squares, found_inf = jax.ffi.ffi_call("jdistadam_norm", _norm_types(tiles))(tiles)
     return squares, found_inf
 
 
-def _norm_fallback(inv_scale: Any, grads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    scaled = [x.astype(jnp.float32) * inv_scale for x in grads]
-    squares = jnp.stack([jnp.sum(jnp.square(x)) for x in scaled])
-    finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in scaled])
-    return jnp.sum(squares), ~jnp.all(finite)
+def _norm_fallback(tiles: Any) -> tuple[jax.Array, jax.Array]:
+    squares = jax.lax.bitcast_convert_type(tiles[:, 0], jnp.float32)
+    return jnp.sum(squares), jnp.any(tiles[:, 1] != 0)
 
 
 def sum_contributions(stacked: Sequence[Any]) -> list[jax.Array]:

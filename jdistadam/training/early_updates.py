@@ -6,7 +6,8 @@ it often runs all of them at the end, when nothing hides the transfer, and keeps
 then. So the step is traced, and evaluated in another order: each operation of the optimizer as soon
 as its operands are known. Barriers enforce this order: a matrix product waits for the new
 parameters of all kernel calls but the last few, so that sums over devices have time to overlap the
-products. Parameters are gathered at the end, where XLA merges the gathers.
+products. It also waits for the norms of their gradients, which can then be freed. Parameters are
+gathered at the end, where XLA merges the gathers.
 
 A kernel call that makes new parameters waits for the last product with the old ones. Otherwise XLA
 would copy the old ones, because it writes new parameters over them.
@@ -33,6 +34,7 @@ _PRODUCTS = {"dot_general", "conv_general_dilated"}
 # The calls that make new parameters.
 _UPDATES = {f"jdistadam_{x}{y}" for x in ("adam", "quantized") for y in ("", "_squares")}
 _GATHERS = {"all_gather", "all_gather_invariant"}
+_NORMS = {"jdistadam_norm_tiles"}
 
 
 def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[..., Any]:
@@ -90,8 +92,9 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     assign(jaxpr.invars, args)
     is_late = [i >= num_ordered and _contains(eqn, _GATHERS) for i, eqn in enumerate(eqns)]
     gathered = [v for i, eqn in enumerate(eqns) if is_late[i] for v in eqn.invars]
-    outputs, made, late = set(_variables(jaxpr.outvars + gathered)), set[Any](), list[int]()
-    calls: list[list[Any]] = []  # new parameters after each kernel call, for which none waited
+    norms = [v for eqn in eqns[num_ordered:] if _contains(eqn, _NORMS) for v in eqn.outvars]
+    outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
+    calls: list[list[Any]] = []  # results after each kernel call, for which no product waited
     for i in range(num_ordered):
         waits_for = calls[: int(max(0, len(calls) - lag))]
         if is_product[i] and any(waits_for):

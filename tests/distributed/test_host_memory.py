@@ -641,19 +641,14 @@ def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memo
 
 
 def test_gradients_are_freed_early_on_h200s(h200s, monkeypatch):
-    """Few exist at a time, and few parts that are not yet joined; no parameter is copied."""
+    """Also those of parts of leaves, and although the norm needs all; no parameter is copied."""
     layers, width = 24, h200.WIDTH
     monkeypatch.setattr(step_program, "_LAG", 1)
-
-    def temporary_bytes(parts):
-        options = dict(state_memory="pinned_host", state_buffer_bytes=1)
-        text, memory = compiled_layers(
-            h200s, monkeypatch, layers=layers, parts=parts, rows=8, **options
-        )
-        assert not re.search(rf"\[{width},{width}\]\S* copy(-start)?\(", text)
-        return memory.temp_size_in_bytes
-
-    assert temporary_bytes(4) - temporary_bytes(1) < layers * width**2 / 4
+    options = dict(state_memory="pinned_host", state_buffer_bytes=1)
+    text, memory = compiled_layers(h200s, monkeypatch, layers=layers, parts=2, rows=8, **options)
+    assert not re.search(rf"\[{width},{width}\]\S* copy(-start)?\(", text)
+    all_gradients = 4 * layers * width**2  # float32
+    assert memory.temp_size_in_bytes < all_gradients / 3
 
 
 def test_parts_of_leaves_are_joined_once_on_h200s(h200s, monkeypatch):

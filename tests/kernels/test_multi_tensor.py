@@ -135,7 +135,7 @@ def test_fallbacks_do_the_same():
     """Exact sums, so that their order is irrelevant."""
     rng = np.random.default_rng(4)
     grads = [rng.integers(-8, 8, n).astype(F32) for n in (5, 8193)]
-    got = multi_tensor._norm_fallback(np.float32(0.5), grads)
+    got = multi_tensor._norm_fallback(multi_tensor._tiles_fallback(np.float32(0.5), grads))
     assert [float(x) for x in got] == [float(x) for x in reference.sum_of_squares(grads, 0.5)]
     for flat, shapes, arrays, n in (
         (0, ((2,), (3,)), [rng.integers(0, 9, (3, k)).astype(F32) for k in (2, 3)], 3),
@@ -225,21 +225,23 @@ def test_the_sum_handler_raises_for_bad_arrays_and_fills_an_empty_output():
 
 def test_the_norm_handler_raises_for_bad_arrays():
     scalars = [jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.bool_)]
+    sum_tiles = jax.jit(jax.ffi.ffi_call("jdistadam_norm", scalars))
 
-    def norm(tiles, *grads):
-        call = jax.ffi.ffi_call(
-            "jdistadam_norm", [*scalars, jax.ShapeDtypeStruct(tiles, jnp.uint32)]
-        )
+    def tiles_of(shape, *grads):
+        call = jax.ffi.ffi_call("jdistadam_norm_tiles", jax.ShapeDtypeStruct(shape, jnp.uint32))
         return jax.block_until_ready(jax.jit(call)(np.float32(1), *grads))
 
     x = np.ones(8193, F32)
-    assert float(norm((2, 2), x)[0]) == 8193
+    assert float(sum_tiles(tiles_of((2, 2), x))[0]) == 8193
+    assert float(sum_tiles(np.zeros((0, 2), np.uint32))[0]) == 0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected 2 words, got 3"):
+        jax.block_until_ready(sum_tiles(np.zeros((2, 3), np.uint32)))
     for tiles, grads, message in (
         ((1, 2), (x,), "expected 2 tiles"), ((2, 3), (x,), "expected 2 tiles"), ((3, 2), (x, x.astype(F16)), "dtypes differ"),
         ((2, 2), (x.astype(np.int32),), "dtype must be"),
     ):  # fmt: skip
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            norm(tiles, *grads)
+            tiles_of(tiles, *grads)
 
 
 def test_nothing_to_sum():

@@ -64,9 +64,11 @@ def norm_calls(draw):
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 5000]), max_size=3))
     dtype = draw(storage)
     tiles = sum(-(-n // reference.NORM_TILE) for n in sizes)
-    operands = [((), jnp.float32), *(((n,), dtype) for n in sizes)]
-    results = [((), jnp.float32), ((), jnp.bool_), ((tiles, 2), jnp.uint32)]
+    operands, results = [((tiles, 2), jnp.uint32)], [((), jnp.float32), ((), jnp.bool_)]
     call = dict(name="norm", operands=operands, results=results, aliases={}, attributes={})
+    if draw(st.booleans()):
+        grads = [((n,), dtype) for n in sizes]
+        call |= dict(name="norm_tiles", operands=[((), jnp.float32), *grads], results=operands)
     return with_mistakes(draw, call)
 
 
@@ -366,7 +368,7 @@ def kind_of(call):
 
 def assert_in_bounds(call):
     """Accepted calls read and write only inside their arrays."""
-    checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm}
+    checks = {"adam": check_adam, "sum": check_sum, "norm": check_norm, "norm_tiles": check_tiles}
     checks |= {
         "quantized": check_quantized,
         "peer_sum": check_peer,
@@ -405,9 +407,13 @@ def check_peer(call):
     assert needed.items() <= call["aliases"].items() <= wanted.items(), call
 
 
-def check_norm(call):
+def check_tiles(call):
     sizes = [np.prod(shape, dtype=int) for shape, _ in call["operands"][1:]]
-    assert call["results"][2][0] == (sum(-(-n // reference.NORM_TILE) for n in sizes), 2), call
+    assert call["results"][0][0] == (sum(-(-n // reference.NORM_TILE) for n in sizes), 2), call
+
+
+def check_norm(call):
+    assert call["operands"][0][0][1:] == (2,), call
 
 
 def check_sum(call):
@@ -534,5 +540,5 @@ def call_handler(call):
 if __name__ == "__main__":
     assert native.status("cpu").available, native.status("cpu").detail
     call_handler()
-    assert len(seen) == 18 and min(seen.values()) > int(sys.argv[2]), seen
+    assert len(seen) == 20 and min(seen.values()) > int(sys.argv[2]), seen
     print(seen)

@@ -316,8 +316,7 @@ Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_de
 std::vector<char> RunNorm(Dtype dtype, const Contents& grads, size_t shift, bool on_device) {
   const Array inv_scale(Bytes(0.37f), 0, on_device);
   std::vector<std::unique_ptr<Array>> arrays;
-  NormCall call{dtype,  reinterpret_cast<const float*>(inv_scale.data()), {}, 0, nullptr, nullptr,
-                nullptr};
+  NormTilesCall call{dtype, reinterpret_cast<const float*>(inv_scale.data()), {}, 0, nullptr};
   for (const auto& grad : grads) {
     const size_t size = grad.size() / ItemSize(dtype) + planted;
     arrays.push_back(std::make_unique<Array>(grad, shift * ItemSize(dtype), on_device));
@@ -327,16 +326,18 @@ std::vector<char> RunNorm(Dtype dtype, const Contents& grads, size_t shift, bool
   const Array tiles(std::vector<char>(call.num_tiles * sizeof(TileNorm)), 0, on_device);
   const Array sum(Bytes(0.0f), 0, on_device), found_inf(Bytes(false), 0, on_device);
   call.tiles = reinterpret_cast<TileNorm*>(tiles.data());
-  call.sum_of_squares = reinterpret_cast<float*>(sum.data());
-  call.found_inf = reinterpret_cast<bool*>(found_inf.data());
+  const NormCall total{call.tiles, call.num_tiles, reinterpret_cast<float*>(sum.data()),
+                       reinterpret_cast<bool*>(found_inf.data())};
   if (on_device) {
 #ifdef JDISTADAM_DRIVER_CUDA
-    Check(NormCuda(call, nullptr));
+    Check(NormTilesCuda(call, nullptr));
+    Check(NormCuda(total, nullptr));
     Check(cudaDeviceSynchronize());
 #endif
   } else {
     Pool pool;
-    NormCpu(call, pool.threads());
+    NormTilesCpu(call, pool.threads());
+    NormCpu(total);
   }
   tiles.Read("tiles");
   std::vector<char> result = sum.Read("sum of squares");
