@@ -246,7 +246,7 @@ def _memory_cells(rows) -> list[str]:
         text = "-"
         if row:
             text = f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
-            if row is not here:
+            if here and row is not here:
                 text += f": {100 * (row['ms'] / here['ms'] - 1):.1f} % longer"
         cells.append(text)
     return cells
@@ -284,6 +284,18 @@ def host_late() -> str:
         for name, record, group, row in kinds
     ]
     return markdown.table(("training step", *IN_MEMORIES), table)
+
+
+def host_windows() -> str:
+    """One line for each storage, of a revision that allowed 512 MiB of windows by default."""
+    runs = (("", "host_windows_float32"), ("+remainder16+block8", "host_windows"))
+    table = []
+    for storage, record in runs:
+        rows = group_rows(f"bench_step/h100/{record}", "unrolled-8")
+        names = (f"optim{storage}{x}" for x in ("", "+host", "+host+windows_1g"))
+        table.append((STORAGES[storage], *_memory_cells([rows.get(x) for x in names])))
+    columns = ("storage", "state on the device, ms", "512 MiB of windows, ms", "1 GiB, ms")
+    return markdown.table(columns, table)
 
 
 LARGEST = {  # methods and their names

@@ -32,7 +32,7 @@ from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.train_state import TrainState
 
-_LAG = 4  # windows: up to 134 MB of summed gradients in bfloat16
+_LAG = 4  # windows, while gradients are summed over devices: up to 134 MB in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,8 @@ class StepProgram:
         config = self.tx.config
         if not config.updates_early:
             return self._step(state, batch)
-        return with_early_updates(self._step, lag=_LAG)(state, batch)
+        lag = _LAG if config.parallel.num_devices > 1 else 1
+        return with_early_updates(self._step, lag=lag)(state, batch)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         tx, axes = self.tx, self.tx.config.parallel.data_axes

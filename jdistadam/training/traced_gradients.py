@@ -81,14 +81,16 @@ def differentiated(
 
 
 def _ranks(jaxpr: Any) -> list[tuple[int, ...]]:
-    """For each result of a jaxpr, the equation that makes it; in a jit, also that within it."""
+    """For each result of a jaxpr, the equation that makes it, and those within nested ones."""
     found: dict[Any, tuple[int, ...]] = {}
     wanted = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
     for i, eqn in enumerate(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):
             continue
-        is_jit = eqn.primitive.name == "jit"
-        inner = _ranks(eqn.params["jaxpr"].jaxpr) if is_jit else [()] * len(eqn.outvars)
+        inner = [()] * len(eqn.outvars)
+        if eqn.primitive.name in ("jit", "remat2"):
+            nested = eqn.params["jaxpr"]
+            inner = _ranks(getattr(nested, "jaxpr", nested))
         found |= {v: (i, *rank) for v, rank in zip(eqn.outvars, inner, strict=True)}
     return [() if isinstance(v, core.Literal) else found.get(v, ()) for v in jaxpr.outvars]
 

@@ -17,7 +17,6 @@ from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
 from jdistadam.kernels.host_copy import Lines
-from jdistadam.training import step_program
 from support import h200, model_axes, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
@@ -331,8 +330,8 @@ CODED = dict(main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block
 CODED |= dict(rounding="stochastic", seed=3)
 
 
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_windows_follow_the_backward_pass(is_jitted, monkeypatch):
+@pytest.mark.parametrize("wrap", [lambda loss: loss, jax.jit, jax.checkpoint])
+def test_windows_follow_the_backward_pass(wrap, monkeypatch):
     """The last layers come first; a leaf that the first and the last one use comes last."""
     monkeypatch.setattr(host_memory, "WINDOW", 1024)
     orders, ordered = [], host_memory.ordered
@@ -356,7 +355,7 @@ def test_windows_follow_the_backward_pass(is_jitted, monkeypatch):
         tx = jda.distributed(
             jda.fused_adamw(1e-3), mesh=mesh, state_memory="pinned_host", bucket_bytes=1, **options
         )
-        step = jda.train_step(jax.jit(loss) if is_jitted else loss, tx)
+        step = jda.train_step(wrap(loss), tx)
         step(jda.TrainState.create(params, tx), jnp.ones((4, 32)))
     assert orders == [[3, 2, 1, 0], [0, 1, 2, 3]]
 
@@ -628,7 +627,6 @@ def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memo
     Without this order XLA runs all updates after the backward pass, on one device.
     """
     layers = 12
-    monkeypatch.setattr(step_program, "_LAG", 4)
     text, _ = compiled_layers(
         h200s, monkeypatch, devices=devices, micro=micro, layers=layers, state_memory=state_memory
     )
@@ -643,7 +641,6 @@ def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memo
 def test_gradients_are_freed_early_on_h200s(h200s, monkeypatch):
     """Also those of parts of leaves, and although the norm needs all; no parameter is copied."""
     layers, width = 24, h200.WIDTH
-    monkeypatch.setattr(step_program, "_LAG", 1)
     options = dict(state_memory="pinned_host", state_buffer_bytes=1)
     text, memory = compiled_layers(h200s, monkeypatch, layers=layers, parts=2, rows=8, **options)
     assert not re.search(rf"\[{width},{width}\]\S* copy(-start)?\(", text)
