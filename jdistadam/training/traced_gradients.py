@@ -87,7 +87,7 @@ def _ranks(jaxpr: Any) -> list[tuple[int, ...]]:
     for i, eqn in enumerate(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):
             continue
-        inner = [()] * len(eqn.outvars)
+        inner: list[tuple[int, ...]] = [()] * len(eqn.outvars)
         if eqn.primitive.name in ("jit", "remat2"):
             nested = eqn.params["jaxpr"]
             inner = _ranks(getattr(nested, "jaxpr", nested))
