@@ -14,7 +14,7 @@ namespace jdistadam {
 using Tiles = ffi::Buffer<ffi::U32, 2>;
 
 inline ffi::Error BuildNormTilesCall(FloatScalar inv_scale, const ffi::RemainingArgs& grads,
-                                     const ffi::Result<Tiles>& tiles, NormTilesCall* call) {
+                                     ffi::Result<Tiles> tiles, NormTilesCall* call) {
   call->dtype = Dtype::kFloat32;
   call->num_tiles = 0;
   size_t next = 0;
