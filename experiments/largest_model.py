@@ -39,7 +39,9 @@ METHODS = {  # arguments of fused_adamw and of distributed; optax has none
     "optax_host": None,
     "main": (dict(main_params_dtype=jnp.float32), {}),
     "main_host": (dict(main_params_dtype=jnp.float32), dict(state_memory="pinned_host")),
+    "main_early": (dict(main_params_dtype=jnp.float32), dict(early_updates=True)),
     "codes": (CODES, {}),
+    "codes_early": (CODES, dict(early_updates=True)),
     "codes_host": (CODES, dict(state_memory="pinned_host")),
 }
 # The largest that fit on 80 GB, and the next.
@@ -201,7 +203,7 @@ def main():
     add("--sequences", type=int, default=4, help="of 1024 tokens, in a step")
     add("--steps", type=int, default=3, help="timed steps")
     add("--attention", choices=("cudnn", "xla"), default="cudnn")
-    add("--compile-only", action="store_true", help="print bytes by the compiler")
+    add("--compile-only", action="store_true", help="bytes by the compiler, for an H200")
     add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/largest_model.json"))
     add("--row", help=argparse.SUPPRESS)
@@ -215,9 +217,8 @@ def main():
         size = {"name": name, "parameters": sum(x.size for x in shapes)}
         found.append(size | in_process(name))
         print(json.dumps(found[-1]), flush=True)
-        if not args.compile_only:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            report.write_run(args.out, args.revision, sequences=args.sequences, rows=found)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        report.write_run(args.out, args.revision, sequences=args.sequences, rows=found)
 
 
 if __name__ == "__main__":

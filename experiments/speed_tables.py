@@ -343,6 +343,25 @@ def largest_model() -> str:
     return markdown.table(columns, table)
 
 
+def early_updates() -> str:
+    """One line for each storage: bytes of compiled steps with and without early updates."""
+    rows = {x["name"]: x for x in _results("largest_model/h200/early_compiled")["rows"]}
+    table = []
+    for method in ("main", "codes"):
+        late, early = rows[f"{method}-20"], rows[f"{method}_early-20"]
+        numbers = late["argument_bytes"], late["temporary_bytes"], early["temporary_bytes"]
+        cells = (f"{x / 1e9:.1f} GB" for x in numbers)
+        table.append((f"{late['parameters'] / 1e9:.2f}e9", LARGEST[method], *cells))
+    columns = (
+        "parameters",
+        "state",
+        "parameters and state",
+        "temporary memory",
+        "temporary memory with early updates",
+    )
+    return markdown.table(columns, table)
+
+
 def seeds() -> str:
     """One line for each seed of the runs on two H100s, by the last validation loss."""
     table = []

@@ -294,6 +294,7 @@ TABLES = {
     "host_memory": speed_tables.host_memory,
     "host_steps": speed_tables.host_steps,
     "host_late": speed_tables.host_late,
+    "early_updates": speed_tables.early_updates,
     "host_windows": speed_tables.host_windows,
     "seeds": speed_tables.seeds,
     "largest_model": speed_tables.largest_model,

@@ -101,6 +101,24 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
     return on_host
 
 
+def check_early_updates(value: Any, **options: Any) -> None:
+    """Raises an error unless updates may be early: no option needs all gradients first.
+
+    Raises:
+      HyperparameterError: It is no bool, and not None.
+      PolicyError: One of ``options`` is set.
+    """
+    if value is None:
+        return
+    check_flag("early_updates", value)
+    given = [f"{name}={x!r:.60}" for name, x in options.items() if x is not None]
+    if value and given:
+        raise PolicyError(
+            f"early_updates: updates need all gradients first: got early_updates=True with "
+            f"{given[0]}, expected none of {', '.join(options)}. Leave out one of the two."
+        )
+
+
 def check_predicate(name: str, predicate: Any) -> None:
     """Raises HyperparameterError unless an argument is a predicate on paths or None."""
     if predicate is not None and not callable(predicate):

@@ -13,6 +13,7 @@ bitwise identical to that of ``grad_reduce_dtype=float32`` over XLA.
     param_comm_dtype              None
     norms                         None
     state_memory                  "device"
+    early_updates                 not True
 
 Such steps must be started from one thread: devices wait for each other in every step, so two
 threads whose programs reach two GPUs in different orders would wait until the timeout
@@ -78,6 +79,7 @@ def choose_communication(
     *,
     has_norms: bool = False,
     on_host: Collection[str] = (),
+    early_updates: bool = False,
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -88,6 +90,7 @@ def choose_communication(
       algorithm: Its storage has the dtypes of the moments.
       has_norms: Whether norms are requested.
       on_host: The flat arrays of the state in host memory.
+      early_updates: Whether updates run during the backward pass.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" but not supported.
@@ -103,6 +106,8 @@ def choose_communication(
     reasons = [*(["norms"] if has_norms else []), *_obstacles(parallel, policy, algorithm)]
     if on_host:
         reasons.insert(0, f"state_memory of {', '.join(on_host)}")
+    if early_updates:
+        reasons.insert(0, "early_updates")
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:
@@ -111,7 +116,7 @@ def choose_communication(
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
-            "float32 sums and main parameters, the state on the device and no norms, on 2, 4 or 8 "
+            "float32 sums and main parameters, the state on the device, no norms and no early updates, on 2, 4 or 8 "
             "devices of one process. "
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )

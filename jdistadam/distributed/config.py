@@ -56,11 +56,12 @@ class DistributedConfig:
     norms: str | Callable[[str], str | None] | None = None
     on_host: tuple[str, ...] = ()
     state_buffer_bytes: float = 0
+    early_updates: bool | None = None
 
     @property
     def steps_in_windows(self) -> bool:
         """Whether a step may update windows of the state: [Note: windows] in host_memory.py."""
-        return any(name != "ema" for name in self.on_host)
+        return self.updates_early or any(name != "ema" for name in self.on_host)
 
     def state_sharding(self, name: str) -> NamedSharding:
         """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""
@@ -76,7 +77,10 @@ class DistributedConfig:
     @property
     def updates_early(self) -> bool:
         """Whether ``train_step`` updates windows of the state during the backward pass."""
-        return self.steps_in_windows and not self.takes_norm_first
+        is_wanted = self.early_updates
+        if is_wanted is None:
+            is_wanted = any(name != "ema" for name in self.on_host)
+        return is_wanted and not self.takes_norm_first
 
     @property
     def mesh(self) -> Mesh:

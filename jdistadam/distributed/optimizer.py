@@ -31,6 +31,7 @@ from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.checks import (
     arrays_on_host,
+    check_early_updates,
     check_arguments,
     check_ema_decay,
     check_predicate,
@@ -73,6 +74,7 @@ def distributed(
     norms: str | Callable[[str], str | None] | None = None,
     state_memory: str | Mapping[str, str] = "device",
     state_buffer_bytes: int = 1 << 30,
+    early_updates: bool | None = None,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
 
@@ -180,6 +182,11 @@ def distributed(
         See docs/host_memory.md.
       state_buffer_bytes: Device memory for windows of a state in host memory, in bytes. A step uses
         at least three windows, even if they need more.
+      early_updates: Whether ``train_step`` updates each parameter during the backward pass, as soon
+        as its gradient is known, and then frees the gradient. Results are bitwise identical. It
+        cannot be combined with ``max_grad_norm``, ``loss_scale`` and ``norm_guard``, for which
+        every update needs all gradients. None: for a state in host memory, unless one of these is
+        set. See docs/early_updates.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -232,6 +239,9 @@ def distributed(
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
+    check_early_updates(
+        early_updates, max_grad_norm=max_grad_norm, loss_scale=loss_scale, norm_guard=norm_guard
+    )
     on_host = arrays_on_host(
         state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
     )
@@ -253,12 +263,14 @@ def distributed(
             algorithm,
             has_norms=norms is not None,
             on_host=on_host,
+            early_updates=bool(early_updates),
         ),
         ema_decay=ema_decay,
         norm_guard=norm_guard,
         norms=norms,
         on_host=on_host,
         state_buffer_bytes=state_buffer_bytes,
+        early_updates=early_updates,
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)

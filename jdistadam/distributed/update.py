@@ -286,8 +286,9 @@ def _kernel_calls(
     splits = config.norms is None  # whose sums are in an order of the whole shard
     windows, whole = list[list[Piece]](), list[list[Piece]]()
     for call in calls.values():
-        if _on_host(config, layout.buckets[call[0]]):
-            windows += host_memory.windows(layout, call, splits=splits)
+        is_on_host = bool(_on_host(config, layout.buckets[call[0]]))
+        if is_on_host or config.updates_early:
+            windows += host_memory.windows(layout, call, splits=splits and is_on_host)
         else:
             groups = [call] if config.steps_in_windows else _merged(schedule, call)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]

@@ -70,6 +70,7 @@ def _facts(config: DistributedConfig, params: Any, lower: Callable[[], Any] | No
         "moments": str(config.algorithm),
         "communication": config.communication.transport,
         "state_memory": ", ".join(config.on_host) or "device",
+        "early_updates": str(config.early_updates),
         "layout": config.layout_text(config.layout(config.tensor_local(params))),
     }
     if lower is None:

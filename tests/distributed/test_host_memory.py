@@ -638,10 +638,10 @@ def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memo
     assert order[:last].count("K") >= layers - 5, order
 
 
-def test_gradients_are_freed_early_on_h200s(h200s, monkeypatch):
+@pytest.mark.parametrize("options", [dict(state_memory="pinned_host", state_buffer_bytes=1), dict(early_updates=True)], ids=["host", "device"])  # fmt: skip
+def test_gradients_are_freed_early_on_h200s(h200s, options, monkeypatch):
     """Also those of parts of leaves, and although the norm needs all; no parameter is copied."""
     layers, width = 24, h200.WIDTH
-    options = dict(state_memory="pinned_host", state_buffer_bytes=1)
     text, memory = compiled_layers(h200s, monkeypatch, layers=layers, parts=2, rows=8, **options)
     assert not re.search(rf"\[{width},{width}\]\S* copy(-start)?\(", text)
     all_gradients = 4 * layers * width**2  # float32

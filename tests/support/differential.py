@@ -90,8 +90,15 @@ def make_tx(config, place):
             **_low_precision(config),
             **_of_mesh(config),
             **_placing(place, params),
+            early_updates=_updates_early(config, place),
         )
     return tx if config.chain == "none" else jda.chain(_before(config.chain), tx)
+
+
+def _updates_early(config, place):
+    """The argument ``early_updates``: True for a state on the device, where it is possible."""
+    is_possible = config.clip is None and config.scale is None and place.communication == "auto"
+    return True if is_possible and config.micro == 1 and place.memory == "device" else None
 
 
 def _low_precision(config):
