@@ -101,20 +101,15 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
     return on_host
 
 
-def check_early_updates(value: Any, **options: Any) -> None:
-    """Raises an error unless updates may be early: no option needs all gradients first.
-
-    Raises:
-      HyperparameterError: It is no bool, and not None.
-      PolicyError: One of ``options`` is set.
-    """
-    if value is None:
-        return
-    check_flag("early_updates", value)
+def check_early_updates(value: Any, max_grad_norm: Any, loss_scale: Any, norm_guard: Any) -> None:
+    """Raises HyperparameterError or PolicyError if updates cannot run before all gradients."""
+    if value is not None:
+        check_flag("early_updates", value)
+    options = dict(max_grad_norm=max_grad_norm, loss_scale=loss_scale, norm_guard=norm_guard)
     given = [f"{name}={x!r:.60}" for name, x in options.items() if x is not None]
     if value and given:
         raise PolicyError(
-            f"early_updates: updates need all gradients first: got early_updates=True with "
+            "early_updates: updates need all gradients first: got early_updates=True with "
             f"{given[0]}, expected none of {', '.join(options)}. Leave out one of the two."
         )
 

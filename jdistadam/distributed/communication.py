@@ -116,8 +116,8 @@ def choose_communication(
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
             f'got {reasons[0]}, expected "optim" with unsharded parameters, '
-            "float32 sums and main parameters, the state on the device, no norms and no early updates, on 2, 4 or 8 "
-            "devices of one process. "
+            "float32 sums and main parameters, the state on the device, no norms and no early "
+            "updates, on 2, 4 or 8 devices of one process. "
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])

@@ -31,8 +31,8 @@ from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.checks import (
     arrays_on_host,
-    check_early_updates,
     check_arguments,
+    check_early_updates,
     check_ema_decay,
     check_predicate,
 )
@@ -100,10 +100,8 @@ def distributed(
     "optim" (ZeRO-1)             P / N   P                 P       grads, params
     "optim_grads" (ZeRO-2)       P / N   P / N             P       grads M times, params
     "optim_grads_params" (FSDP)  P / N   P / N             P / N   grads M times, params
-    the same, gathered once      P / N   P                 P / N   grads, params
+    reshard_after_forward=False  P / N   P                 P / N   grads, params
     ============================ ======= ================= ======= =======================
-
-    "Gathered once" means ``reshard_after_forward=False``.
 
     Args:
       tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also in ``inject_hyperparams``. It defines
@@ -178,15 +176,13 @@ def distributed(
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
         host memory, sharded over devices as usual. A dict of "main_params", "mu", "nu" and "ema"
         puts only some of them there: ``{"mu": "pinned_host", "nu": "pinned_host"}``. A step copies
-        windows of them to the devices, and back. Results are bitwise identical, and steps slower.
-        See docs/host_memory.md.
+        windows of them to the devices and back: the same bits, but slower. See docs/host_memory.md.
       state_buffer_bytes: Device memory for windows of a state in host memory, in bytes. A step uses
         at least three windows, even if they need more.
-      early_updates: Whether ``train_step`` updates each parameter during the backward pass, as soon
-        as its gradient is known, and then frees the gradient. Results are bitwise identical. It
-        cannot be combined with ``max_grad_norm``, ``loss_scale`` and ``norm_guard``, for which
-        every update needs all gradients. None: for a state in host memory, unless one of these is
-        set. See docs/early_updates.md.
+      early_updates: Whether ``train_step`` updates each parameter, and frees its gradient, as soon
+        as the gradient is known: the same bits. Not with ``max_grad_norm``, ``loss_scale`` or
+        ``norm_guard``, which need all gradients. None: for a state in host memory, if none of these
+        is set. See docs/early_updates.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -239,9 +235,7 @@ def distributed(
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
-    check_early_updates(
-        early_updates, max_grad_norm=max_grad_norm, loss_scale=loss_scale, norm_guard=norm_guard
-    )
+    check_early_updates(early_updates, max_grad_norm, loss_scale, norm_guard)
     on_host = arrays_on_host(
         state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
     )
