@@ -267,6 +267,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
         jda.fused_adamw(LEARNING_RATE, **HYPER, **moments_of(modifiers)),
         mesh=mesh,
         state_memory=memory_of(modifiers),
+        early_updates=True if "early" in modifiers else None,
         state_buffer_bytes=next((WINDOWS[x] for x in modifiers if x in WINDOWS), 1 << 30),
         sharding_strategy=strategy,
         policy=policy_of(modifiers),
