@@ -52,8 +52,7 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 # "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in
 # host memory, "host_moments" only its moments, "host_ema" only the average; "windows_512m",
 # "windows_1g" (the default) and "windows_2g" are memory for windows. "early" updates during the
-# backward pass. "no_main" has no main
-# parameters, "block8" 8-bit moments and stochastic rounding.
+# backward pass. "no_main" has no main parameters, "block8" 8-bit moments and stochastic rounding.
 BY_BLOCK = {"block_by_block", "at_any_time"}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
 SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "no_main", "block8"}
