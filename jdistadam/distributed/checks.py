@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,16 +101,20 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
     return on_host
 
 
-def check_early_updates(value: Any, max_grad_norm: Any, loss_scale: Any, norm_guard: Any) -> None:
+def check_early_updates(
+    value: Any, max_grad_norm: Any, loss_scale: Any, norm_guard: Any, model_axes: Sequence[str]
+) -> None:
     """Raises HyperparameterError or PolicyError if updates cannot run before all gradients."""
     if value is not None:
         check_flag("early_updates", value)
     options = dict(max_grad_norm=max_grad_norm, loss_scale=loss_scale, norm_guard=norm_guard)
     given = [f"{name}={x!r:.60}" for name, x in options.items() if x is not None]
+    given += [f"mesh axis {axis!r} of a model" for axis in model_axes]
     if value and given:
         raise PolicyError(
             "early_updates: updates need all gradients first: got early_updates=True with "
-            f"{given[0]}, expected none of {', '.join(options)}. Leave out one of the two."
+            f"{given[0]}, expected none of {', '.join(options)} and no model axes. "
+            "Leave out one of the two."
         )
 
 

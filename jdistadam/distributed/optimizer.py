@@ -235,7 +235,7 @@ def distributed(
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
-    check_early_updates(early_updates, max_grad_norm, loss_scale, norm_guard)
+    check_early_updates(early_updates, max_grad_norm, loss_scale, norm_guard, parallel.tensor_axes)
     on_host = arrays_on_host(
         state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
     )

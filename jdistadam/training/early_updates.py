@@ -94,13 +94,14 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     gathered = [v for i, eqn in enumerate(eqns) if is_late[i] for v in eqn.invars]
     norms = [v for eqn in eqns[num_ordered:] if _contains(eqn, _NORMS) for v in eqn.outvars]
     outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
-    calls: list[list[Any]] = []  # results after each kernel call, for which no product waited
+    # Results before the first kernel call and after each, for which no product waited.
+    calls: list[list[Any]] = [[]]
     for i in range(num_ordered):
         waits_for = calls[: int(max(0, len(calls) - lag))]
         if is_product[i] and any(waits_for):
             operands = [v for v in _variables(eqns[i].invars) if v in made]
             tie(itertools.chain(operands, *waits_for))
-            calls = calls[len(waits_for) :]
+            calls = calls[len(waits_for) :] or [[]]
         evaluate(i)
         made.update(eqns[i].outvars)
         while ready:
@@ -111,8 +112,7 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
             evaluate(k)
             if k in after:
                 calls.append([])
-            if calls:
-                calls[-1] += [v for v in eqns[k].outvars if v in outputs]
+            calls[-1] += [v for v in eqns[k].outvars if v in outputs]
     ready += late
     heapq.heapify(ready)
     while ready:

@@ -23,7 +23,7 @@ from support.paths import TESTS, environment
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 WORKER = [sys.executable, str(TESTS / "support" / "save_again_and_again.py")]
-ENVIRONMENT = environment()
+ENVIRONMENT = environment(JAX_PLATFORMS="cpu")
 
 
 def state_of(x):

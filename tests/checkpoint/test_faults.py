@@ -22,7 +22,9 @@ from support.paths import TESTS, environment
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 WORKER = [sys.executable, str(TESTS / "support" / "save_again_and_again.py")]
-ENVIRONMENT = environment(XLA_FLAGS="")  # one device, which takes less time to start than eight
+ENVIRONMENT = environment(
+    JAX_PLATFORMS="cpu", XLA_FLAGS=""
+)  # one device, which takes less time to start than eight
 
 
 def restored(folder):

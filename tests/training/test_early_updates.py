@@ -113,13 +113,16 @@ def test_a_step_has_this_lag(devices, lag, monkeypatch):
             (x for eqn in jaxpr.eqns for x in core.jaxprs_in_params(eqn.params)),
             key=lambda x: len(x.eqns),
         )
-    needs, calls, most = needs_of(jaxpr), [], 0
+    needs, calls, norms, most = needs_of(jaxpr), [], [], 0
     for eqn in jaxpr.eqns:
         if order_of(jaxpr.replace(eqns=[eqn])) == "K":
             calls.append(eqn.outvars[0])
+        elif eqn.params.get("target_name") == "jdistadam_norm_tiles":
+            norms.append(eqn.outvars[0])
         elif eqn.primitive.name == "dot_general":
             before = needs[eqn.outvars[0]]
             assert sum(v in before for v in calls) == max(0, len(calls) - lag)
+            assert sum(v in before for v in norms) == max(0, len(calls) + 1 - lag)
             most = max(most, len(calls))
     assert most == LAYERS - 1
 

@@ -41,7 +41,7 @@ def test_drop_in(platform, kind, jit):
     params, place = numbers(SMALL, 0, dtype), None
     if "sharded" in jit:
         type = AxisType.Explicit if "explicit" in jit else AxisType.Auto
-        devices = jax.devices(jax.default_backend())
+        devices = jax.devices(platform)
         mesh = jax.make_mesh((1,), ("data",), axis_types=(type,), devices=devices[:1])
         if len(devices) >= 8:
             mesh = jax.make_mesh((8,), ("data",), axis_types=(type,), devices=devices[:8])
