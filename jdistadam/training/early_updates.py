@@ -152,14 +152,25 @@ def _not_shared(eqn: Any, values: list[Any]) -> list[Any]:
 def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
     """For kernel calls that make a new argument: results of the last operations with the old one.
 
-    Only operations up to the last product count.
+    Only operations up to the last product count. A value made of one argument alone is that
+    argument: a barrier returns its operands themselves, and XLA computes a transpose at its use.
     """
     eqns, last_use, made_by = jaxpr.eqns, dict[Any, Any](), dict[Any, int]()
+    argument_of = {v: v for v in jaxpr.invars}
     for i, eqn in enumerate(eqns):
         made_by |= dict.fromkeys(eqn.outvars, i)
         used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-        if i < num_ordered and used:
-            last_use |= dict.fromkeys(_variables(eqn.invars), used[0])
+        if i >= num_ordered or not used:
+            continue
+        variables = [None if isinstance(v, core.Literal) else v for v in eqn.invars]
+        arguments = [argument_of.get(v) for v in variables]
+        sources = {x for v, x in zip(variables, arguments, strict=True) if v}
+        if eqn.primitive.name == "optimization_barrier":
+            argument_of |= {v: x for v, x in zip(eqn.outvars, arguments, strict=True) if x}
+        elif len(sources) == 1 and None not in sources and not _contains(eqn, _PRODUCTS):
+            argument_of |= dict.fromkeys(used, sources.pop())
+        else:
+            last_use |= {x: used[0] for x in arguments if x}
     found: dict[int, list[Any]] = {}
     for old, new in zip(jaxpr.invars, jaxpr.outvars, strict=False):
         stack, seen = _variables([new]) if old in last_use else [], set[int]()

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.distributed import host_memory
 from support.h200 import (
     WIDTH,
     by_op,
@@ -126,6 +127,27 @@ def test_one_device_copies_nothing(h200s, dtype):
         + 4
         + 16  # count, digest of the layout
     )
+
+
+def test_early_updates_of_rematerialized_layers_copy_no_parameter(h200s, monkeypatch):
+    monkeypatch.setattr(host_memory, "WINDOW", 4 * WIDTH**2)
+
+    @jax.checkpoint
+    def layer(weights, x):
+        scaled = x * weights["scale"][None].astype(x.dtype)
+        return x + jnp.tanh(scaled @ weights["up"]) @ weights["down"]
+
+    def loss(params, x):
+        for weights in params.values():
+            x = layer(weights, x)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    options = dict(loss=loss, rows=4096, early_updates=True, max_grad_norm=None)
+    options |= dict(main_params_dtype="remainder16")  # which a kernel call updates in place
+    text = compile_step(h200s(1), jnp.bfloat16, jnp.bfloat16, **options)[2].as_text()
+    assert text.count('custom_call_target="jdistadam_adam"') > 6
+    copies = re.findall(r"= (?:\()?(\w+)\[([\d,]+)\]\S* copy(?:-start)?\(", text)
+    assert copies == []
 
 
 def test_state_is_updated_in_place(bfloat16_step):

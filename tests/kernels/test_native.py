@@ -110,6 +110,8 @@ def test_a_build_without_cuda_traces_no_fallback(monkeypatch):
     status = native.status
     missing = native.Status(False, "not built")
     monkeypatch.setattr(native, "status", lambda x: missing if x == "cuda" else status(x))
+    monkeypatch.setattr(native, "_has_cpus_alone", lambda: native.default_platform() == "cpu")
+    monkeypatch.setattr(native, "default_platform", lambda: "cpu")  # also beside a GPU
 
     def fallback(x):
         raise AssertionError("was traced")

@@ -42,14 +42,23 @@ def placed(mesh, tree, specs):
 
 
 def compile_step(
-    mesh, param_dtype, comm, policy=None, *, accumulate_steps=1, rows=64, options=None, **kwargs
+    mesh,
+    param_dtype,
+    comm,
+    policy=None,
+    *,
+    loss=loss_fn,
+    accumulate_steps=1,
+    rows=64,
+    options=None,
+    **kwargs,
 ):
     kwargs = dict(max_grad_norm=1.0) | dtypes(grad_comm_dtype=comm, **(policy or {})) | kwargs
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState.shapes(params, tx)
     batch = placed(mesh, jax.ShapeDtypeStruct((rows, WIDTH), param_dtype), P("data"))
-    step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps, compiler_options=options)
+    step = jda.train_step(loss, tx, accumulate_steps=accumulate_steps, compiler_options=options)
     return tx, params, step.lower(state, batch).compile()
 
 

@@ -133,14 +133,22 @@ def test_updates_that_need_the_norm_come_last(options, monkeypatch):
     assert order_of(jax.make_jaxpr(step)(state, batches[0]).jaxpr).endswith("G" + "K" * LAYERS)
 
 
+VIEWS = {
+    "itself": list,
+    "barrier": jax.lax.optimization_barrier,
+    "transposed": lambda matrices: [-x.T for x in matrices],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("lag", [0, 2, math.inf])
-def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, monkeypatch):
+def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, view, monkeypatch):
     """atan2 takes the place of kernel calls: each makes a new matrix from a gradient."""
     monkeypatch.setattr(early_updates, "_UPDATES", {"atan2"})
 
     def step(matrices, x):
         found, last, coefficients = {}, 0.0, x
-        for i, matrix in enumerate(matrices):
+        for i, matrix in enumerate(VIEWS[view](matrices)):
             x, found[i] = x @ matrix, x
         new = []
         for i, matrix in enumerate(matrices):
