@@ -37,6 +37,7 @@ from jdistadam.core.guards import (
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
+from jdistadam.distributed.flat_parts import part_of, with_part
 from jdistadam.distributed.layout import ALIGNMENT, Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.mesh_axes import DataParallel, with_axes
@@ -132,7 +133,8 @@ class FlatAdam:
             for param, spec in zip(mine, self._form(bucket).specs, strict=True):
                 param.exact_at = place = NamedSharding(config.mesh, spec)
                 if bucket.has_main:
-                    param.kind, param.main = config.policy.main_params, state.main_params
+                    param.kind = config.policy.main_params
+                    param.main = part_of(state.main_params, bucket)
                 for part, dtype in dtypes.items():
                     like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
                     param.moments[part] = like
@@ -141,7 +143,7 @@ class FlatAdam:
 
     def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
-        offset = bucket.offset
+        flat, offset = part_of(flat, bucket), bucket.offset
         if is_flat_codes(flat):
             flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
         leaves: list[jax.Array] = _extractor(self._form(bucket))(flat, offset // ALIGNMENT)
@@ -167,11 +169,13 @@ class FlatAdam:
         if any(x is None for x in found):
             old = self.extract(bucket, section, flat)
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
-        if is_flat_codes(flat):
+        part = part_of(flat, bucket)
+        if is_flat_codes(part):
             shards = _inserter(form)(None, 0, list(found))
             new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
         else:
-            new = _inserter(form)(flat, bucket.offset // ALIGNMENT, list(found))
+            row = bucket.offset // ALIGNMENT
+            new = with_part(flat, bucket, _inserter(form)(part, row, list(found)))
         self._new[section] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:

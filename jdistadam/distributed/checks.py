@@ -18,6 +18,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
+from jdistadam.distributed.flat_parts import FlatParts
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -77,7 +78,8 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
     """
     names = [x for x, has in zip(FLAT_ARRAYS, (has_main, True, True, has_ema), strict=True) if has]
     memories = " or ".join(map(repr, memory.MEMORIES))
-    given = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+    of_all = memory.HOST if callable(value) else value  # a function chooses leaves, not arrays
+    given = value if isinstance(value, Mapping) else dict.fromkeys(names, of_all)
     for name, place in given.items():
         if name not in names:
             raise PolicyError(
@@ -88,7 +90,7 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
         if place not in memory.MEMORIES:
             what = f"state_memory[{name!r}]" if given is value else "state_memory"
             raise PolicyError(
-                f"{what}: unknown: got {place!r}, expected {memories}, or a dict of them. "
+                f"{what}: unknown: got {place!r}, expected {memories}, a dict or a function. "
                 'Pass for example {"mu": "pinned_host", "nu": "pinned_host"}.'
             )
     on_host = tuple(name for name in names if given.get(name) == memory.HOST)
@@ -334,17 +336,7 @@ def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) ->
     expected = types_of_arrays(config, layout)
     expected["key"] = key if config.algorithm.storage.is_stochastic else None
     for name, wanted in expected.items():
-        got = getattr(state, name, "no such field")
-        is_coded = isinstance(wanted, FlatCodes)
-        if is_coded != isinstance(got, FlatCodes) or (is_coded and _kind(got) != _kind(wanted)):
-            raise DtypeError(
-                f"opt_state.{name}: is not stored as the optimizer expects: "
-                f"got {_kind(got)}, expected {_kind(wanted)}. "
-                "Make the state with init(params) of this optimizer, or convert it."
-            )
-        for field in wanted._fields if is_coded else ("",):
-            pair = (getattr(x, field) if field else x for x in (got, wanted))
-            _check_flat_array(f"{name}.{field}".rstrip("."), *pair)
+        _check_flat_array(name, getattr(state, name, "no such field"), wanted)
 
 
 def _kind(x: Any) -> Any:
@@ -357,6 +349,18 @@ def _kind(x: Any) -> Any:
 
 
 def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
+    trees = FlatCodes, FlatParts
+    types = [type(x) if isinstance(x, trees) else None for x in (got, wanted)]
+    if types[0] != types[1] or (types[0] is FlatCodes and _kind(got) != _kind(wanted)):
+        raise DtypeError(
+            f"opt_state.{name}: is not stored as the optimizer expects: "
+            f"got {_kind(got)}, expected {_kind(wanted)}. "
+            "Make the state with init(params) of this optimizer, or convert it."
+        )
+    if isinstance(wanted, trees):
+        for field in wanted._fields:
+            _check_flat_array(f"{name}.{field}", getattr(got, field), getattr(wanted, field))
+        return
     expected = None if wanted is None else wanted.shape
     have = None if got is None else getattr(got, "shape", type(got).__name__)
     if have != expected:

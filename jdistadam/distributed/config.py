@@ -21,6 +21,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
+from jdistadam.distributed.flat_parts import FlatParts
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import check_cuts, whole_size
@@ -37,7 +38,8 @@ class DistributedConfig:
     Inside, a device has its part of arrays sharded over tensor axes; the model computes with these
     *whole* params, and layouts are made from them. Under "optim_grads_params" a device holds only a
     ``Shard`` of the large ones. The state holds shards of all params in *flat* arrays; those named
-    in ``on_host`` are in host memory between steps.
+    in ``on_host`` are in host memory between steps, except for leaves of which ``is_resident`` is
+    true.
     """
 
     algorithm: Algorithm
@@ -57,16 +59,18 @@ class DistributedConfig:
     on_host: tuple[str, ...] = ()
     state_buffer_bytes: float = 0
     early_updates: bool | None = None
+    is_resident: Callable[[str], bool] | None = None
 
     @property
     def steps_in_windows(self) -> bool:
         """Whether a step may update windows of the state: [Note: windows] in host_memory.py."""
         return self.updates_early or any(name != "ema" for name in self.on_host)
 
-    def state_sharding(self, name: str) -> NamedSharding:
-        """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""
+    def state_sharding(self, name: str) -> Any:
+        """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``, or of its parts."""
         sharding = NamedSharding(self.mesh, self.parallel.state_spec)
-        return sharding.with_memory_kind(memory.HOST) if name in self.on_host else sharding
+        on_host = sharding.with_memory_kind(memory.HOST) if name in self.on_host else sharding
+        return on_host if self.is_resident is None else FlatParts(on_host, sharding)
 
     @property
     def takes_norm_first(self) -> bool:
@@ -145,6 +149,7 @@ class DistributedConfig:
                 tensor_axes=mesh_axes.axes_of(spec),
                 is_stacked=_selects(self.stacked, path),
                 in_model=_selects(self.gathered_in_model, path),
+                is_resident=_selects(self.is_resident, path),
                 cuts=mesh_axes.cuts_of(spec, self.cutting_axes),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
@@ -156,7 +161,7 @@ class DistributedConfig:
                 check_cuts(leaf, self.tensor_parts)
         _check_any("stacked", self.stacked, [leaf.is_stacked for leaf in leaves], paths)
         _check_any("gathered_in_model", self.gathered_in_model, [x.in_model for x in leaves], paths)
-        return make_layout(
+        layout = make_layout(
             leaves,
             self.parallel.num_shards,
             self.bucket_bytes,
@@ -166,7 +171,10 @@ class DistributedConfig:
             shards_params=self.parallel.shards_params,
             gathers_layers=self.parallel.gathers_layers,
             in_blocks=self.algorithm.storage.is_any,
+            has_parts=self.is_resident is not None,
         )
+        _check_parts(layout)
+        return layout
 
     def schedule(
         self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True
@@ -283,6 +291,18 @@ def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]
             f"{name}: selects no leaf: got False for {paths[0]} and {len(paths) - 1} more, "
             "expected True for the layers that the model scans over or gathers. "
             f"Test for a part of their paths, or leave {name} out."
+        )
+
+
+def _check_parts(layout: Layout) -> None:
+    """Raises TreeError if ``state_memory`` has the same result for all leaves."""
+    same = {bucket.is_resident for bucket in layout.buckets}
+    if layout.parts and len(same) == 1:
+        place = memory.MEMORIES[0] if same.pop() else memory.HOST
+        raise TreeError(
+            f"state_memory: the same memory for all {len(layout.leaves)} leaves: got {place!r}, "
+            "expected a function that returns each of the two for a leaf with elements that is not "
+            f"frozen. Test for a part of paths like {layout.leaves[0].path}, or pass {place!r}."
         )
 
 

@@ -31,6 +31,7 @@ from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, offset_of, operand_of
+from jdistadam.distributed.flat_parts import FlatParts
 from jdistadam.distributed.layout import Bucket, Layout, aligned
 from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.state import DistributedState, map_state
@@ -45,11 +46,18 @@ update_order: Any = jax.make_user_context(())
 
 
 def map_arrays(names: Collection[str], function: Callable[[Any], Any], opt_state: Any) -> Any:
-    """Applies a function to some flat arrays of a state, or of a tree with one in it."""
+    """Applies a function to some flat arrays of a state, or of a tree with one in it.
+
+    Not to the parts of them that stay on the device.
+    """
+
+    def on_host(flat: Any) -> Any:
+        if isinstance(flat, FlatParts):
+            return flat._replace(host=on_host(flat.host))
+        return jax.tree.map(function, flat)
 
     def mapped(state: DistributedState) -> DistributedState:
-        new = {name: jax.tree.map(function, getattr(state, name)) for name in names}
-        return state._replace(**new)
+        return state._replace(**{name: on_host(getattr(state, name)) for name in names})
 
     return map_state(mapped, opt_state) if names else opt_state
 
@@ -112,7 +120,7 @@ def _may_join(window: Sequence[Piece], piece: Piece) -> bool:
     Not with a gap between them: windows on their way at the same time must not overlap.
     """
     first, last = window[0].bucket, window[-1]
-    follows = piece.bucket_index <= last.bucket_index + 1
+    follows = piece.bucket.offset == last.bucket.offset + aligned(last.bucket.shard_size)
     fits = _size([first, piece.bucket]) <= WINDOW
     return follows and fits and first.has_main == piece.bucket.has_main
 

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.codecs import BLOCK
+from jdistadam.distributed.flat_parts import FlatParts
 
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
@@ -57,6 +58,7 @@ class Leaf:
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
+    is_resident: bool = False  # whether its state stays on the device: flat_parts.py
 
     @property
     def size(self) -> int:
@@ -92,6 +94,7 @@ class Bucket:
         between them are zero.
       is_coded: Whether its moments are coded, if any are.
       moment_offset: Start of its shard in the codes, or in the moments without codes.
+      is_resident: Whether its state stays on the device: then offsets are those in that part.
     """
 
     leaves: tuple[int, ...]
@@ -109,6 +112,7 @@ class Bucket:
     leaf_alignment: int = 1
     is_coded: bool = False
     moment_offset: int = 0
+    is_resident: bool = False
 
     @property
     def shard_size(self) -> int:
@@ -157,6 +161,8 @@ class Layout:
       coded_size: Elements of a moment in codes.
       uncoded_size: Elements of the same moment without codes. Neither is ever zero, because
         shard_map takes no empty arrays.
+      parts: Layouts of the buckets in host memory, and of those that stay on the device, each with
+        flat arrays of its own; empty if all are in the same arrays. Then sizes are those of both.
     """
 
     num_shards: int
@@ -166,10 +172,16 @@ class Layout:
     main_size: int
     coded_size: int = ALIGNMENT
     uncoded_size: int = ALIGNMENT
+    parts: tuple[Layout, ...] = ()
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every leaf of unsharded params."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+    def split(self, of_buckets: Sequence[Any]) -> FlatParts:
+        """Returns what belongs to the buckets of each part."""
+        pairs = list(zip(self.buckets, of_buckets, strict=True))
+        return FlatParts(*([x for b, x in pairs if b.is_resident is is_] for is_ in (False, True)))
 
     def whole_size(self, bucket: Bucket) -> int:
         """Returns the number of elements of a bucket on all devices, including padding."""
@@ -203,6 +215,7 @@ def make_layout(
     shards_params: bool = False,
     gathers_layers: bool = False,
     in_blocks: bool = False,
+    has_parts: bool = False,
 ) -> Layout:
     """Assigns every leaf to a bucket and every bucket to its position.
 
@@ -220,6 +233,8 @@ def make_layout(
       gathers_layers: Whether devices gather those of stacked leaves layer by layer.
       in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` elements, so that blocks of
         coded moments, and random bits, are those of whole leaves.
+      has_parts: Whether resident leaves have flat arrays of their own. A packed bucket with such a
+        leaf is resident.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
@@ -234,26 +249,49 @@ def make_layout(
     # Those with main parameters first, because the flat array of main parameters is shorter.
     has_main = [keeps_main(leaves[m.leaves[0]].dtype, not m.is_packed) for m in members]
     buckets: list[Bucket] = []
-    offset = main_size = 0
-    ends = {True: 0, False: 0}  # of moments, by whether they are coded
+    parts = dict.fromkeys((False, True), Layout(num_shards, tuple(leaves), (), 0, 0, 0, 0))
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
         bucket = _bucket(leaves, members[i], num_shards, num_inner_shards, leaf_alignment)
+        is_resident = has_parts and any(leaves[k].is_resident for k in bucket.leaves)
+        part = parts[is_resident]
         bucket = dataclasses.replace(
             bucket,
-            offset=offset,
-            moment_offset=ends[bucket.is_coded],
+            offset=part.flat_size,
+            moment_offset=part.coded_size if bucket.is_coded else part.uncoded_size,
             has_main=has_main[i],
             is_sharded_param=shards_params and not bucket.is_packed,
             num_layers=bucket.num_layers if gathers_layers else None,
+            is_resident=is_resident,
         )
         buckets.append(bucket)
-        offset += aligned(bucket.shard_size)
-        ends[bucket.is_coded] += aligned(bucket.shard_size)
-        main_size = offset if bucket.has_main else main_size
-    coded_size, uncoded_size = (max(ends[is_coded], ALIGNMENT) for is_coded in (True, False))
-    return Layout(
-        num_shards, tuple(leaves), tuple(buckets), offset, main_size, coded_size, uncoded_size
+        parts[is_resident] = _with_bucket(part, bucket)
+    found = [_without_empty(part) for part in parts.values()]
+    if not has_parts:
+        return found[0]
+    sizes = {name: sum(getattr(x, name) for x in found) for name in _SIZES}
+    return dataclasses.replace(found[0], buckets=tuple(buckets), parts=tuple(found), **sizes)
+
+
+_SIZES = ("flat_size", "main_size", "coded_size", "uncoded_size")
+
+
+def _with_bucket(layout: Layout, bucket: Bucket) -> Layout:
+    """A layout with a bucket at its end."""
+    size = aligned(bucket.shard_size)
+    return dataclasses.replace(
+        layout,
+        buckets=(*layout.buckets, bucket),
+        flat_size=layout.flat_size + size,
+        main_size=layout.main_size + size * bucket.has_main,
+        coded_size=layout.coded_size + size * bucket.is_coded,
+        uncoded_size=layout.uncoded_size + size * (not bucket.is_coded),
     )
+
+
+def _without_empty(layout: Layout) -> Layout:
+    """A layout whose arrays with and without codes have elements."""
+    sizes = max(layout.coded_size, ALIGNMENT), max(layout.uncoded_size, ALIGNMENT)
+    return dataclasses.replace(layout, coded_size=sizes[0], uncoded_size=sizes[1])
 
 
 class _Members(NamedTuple):

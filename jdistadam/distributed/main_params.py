@@ -22,6 +22,7 @@ from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -55,18 +56,23 @@ def with_main_params(
       opt_state: The state, or that of a chain.
       main: Tree of global arrays like params, in float32 or a dtype that converts exactly to it.
     """
-    if not layout.main_size:
+    if not config.policy.main_params.is_stored:
         return opt_state
-    if "main_params" in config.on_host:
-        flat = _new_on_host(config, layout, specs, main)
-    else:
+
+    def new(config: DistributedConfig, layout: Layout) -> Any:
+        if not layout.main_size:
+            return None
+        if "main_params" in config.on_host:
+            return _new_on_host(config, layout, specs, main)
         shard = compat.shard_map(
             lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
             mesh=config.mesh,
             in_specs=(specs,),
             out_specs=config.parallel.state_spec,
         )
-        flat = jax.jit(shard)(main)
+        return jax.jit(shard)(main)
+
+    flat = in_parts(config, layout, new)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 
@@ -133,7 +139,7 @@ def paths_that_differ(
       opt_state: The state, or that of a chain.
     """
     main = find_state(opt_state).main_params
-    if main is None or config.policy.main_params.is_remainder:
+    if main is None or not layout.main_size or config.policy.main_params.is_remainder:
         return []
     leaves = jax.tree.leaves(params)
     buckets = tuple(bucket for bucket in layout.buckets if bucket.has_main)
@@ -222,23 +228,26 @@ def with_new_ema(
     if config.ema_decay is None:
         return opt_state
     flat = config.parallel.state_spec
-    if "ema" in config.on_host:
-        filled = compat.shard_map(
-            lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
-            mesh=config.mesh,
-            in_specs=(specs, flat, flat),
-            out_specs=flat,
-        )
-        zeros = flat_moments.zeros(config, layout, "ema")
-        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
-    else:
+
+    def average(config: DistributedConfig, layout: Layout, main: Any) -> jax.Array:
+        if "ema" in config.on_host:
+            filled = compat.shard_map(
+                lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
+                mesh=config.mesh,
+                in_specs=(specs, flat, flat),
+                out_specs=flat,
+            )
+            zeros = flat_moments.zeros(config, layout, "ema")
+            return jax.jit(filled, donate_argnums=2)(params, main, zeros)
         new = compat.shard_map(
             lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
             mesh=config.mesh,
             in_specs=(specs, flat),
             out_specs=flat,
         )
-        ema = jax.jit(new)(params, main)
+        return jax.jit(new)(params, main)
+
+    ema = in_parts(config, layout, average, main)
     return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
@@ -264,6 +273,9 @@ def next_ema(
     """
     if config.ema_decay is None:
         return None
+    if layout.parts:
+        step = functools.partial(next_ema, is_skipped=is_skipped, after=after)
+        return in_parts(config, layout, step, old, layout.split(shards), main)
     if "ema" in config.on_host:
         return _next_in_windows(config, layout, old, shards, main, is_skipped, after)
     values = _exact_values(config, layout, shards, main)

@@ -39,6 +39,7 @@ from jdistadam.distributed.checks import (
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
+from jdistadam.distributed.flat_parts import in_each_part, residence
 from jdistadam.distributed.main_params import with_main_params, with_new_ema
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -72,7 +73,7 @@ def distributed(
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
-    state_memory: str | Mapping[str, str] = "device",
+    state_memory: str | Mapping[str, str] | Callable[[str], str] = "device",
     state_buffer_bytes: int = 1 << 30,
     early_updates: bool | None = None,
 ) -> DistributedTransformation:
@@ -174,15 +175,13 @@ def distributed(
         total. They are among the metrics of ``train_step``; in a custom training loop
         ``step_with_norms`` returns them. See docs/recipes.md.
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
-        host memory, sharded over devices as usual. A dict of "main_params", "mu", "nu" and "ema"
-        puts only some of them there: ``{"mu": "pinned_host", "nu": "pinned_host"}``. A step copies
-        windows of them to the devices and back: the same bits, but slower. See docs/host_memory.md.
-      state_buffer_bytes: Device memory for windows of a state in host memory, in bytes. A step uses
-        at least three windows, even if they need more.
+        host memory. A dict (``{"mu": "pinned_host"}``) chooses some of these arrays, and a function
+        of a leaf's path some leaves. The same bits, but slower. See docs/host_memory.md.
+      state_buffer_bytes: Device memory, in bytes, for windows of such a state, which a step copies
+        to the devices and back; it uses at least three windows, even if they need more.
       early_updates: Whether ``train_step`` updates each parameter, and frees its gradient, as soon
         as the gradient is known: the same bits. Not with ``max_grad_norm``, ``loss_scale`` or
-        ``norm_guard``, which need all gradients. None: for a state in host memory, if none of these
-        is set. See docs/early_updates.md.
+        ``norm_guard``. None: for a state in host memory without these. See docs/early_updates.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,
@@ -207,8 +206,7 @@ def distributed(
       Rajbhandari et al., `ZeRO <https://arxiv.org/abs/1910.02054>`_, 2020. NVIDIA Apex,
       ``DistributedFusedAdam``.
     """
-    if isinstance(state_memory, Mapping):
-        state_memory = dict(state_memory)  # the caller's may change
+    state_memory = dict(state_memory) if isinstance(state_memory, Mapping) else state_memory
     options = {name: value for name, value in locals().items() if name != "tx"}
     algorithm = _algorithm_of(tx)
     if tx.distributed_by is not None:
@@ -265,6 +263,7 @@ def distributed(
         on_host=on_host,
         state_buffer_bytes=state_buffer_bytes,
         early_updates=early_updates,
+        is_resident=residence(state_memory),
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
@@ -354,16 +353,17 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
     guard = NormGuardState(*(everywhere for _ in NormGuardState._fields))
     storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
+    parts = functools.partial(in_each_part, config)
     return DistributedState(
         count=everywhere,
-        main_params=flat,
-        mu=coded if storage.codec_of("mu").is_coded else flat,
-        nu=coded if storage.nu.is_coded else flat,
+        main_params=parts(flat) if config.policy.main_params.is_stored else flat,
+        mu=parts(coded if storage.codec_of("mu").is_coded else flat),
+        nu=parts(coded if storage.nu.is_coded else flat),
         grad_norm=everywhere,
         layout_digest=everywhere,
         scaling=None if config.loss_scale is None else scaling,
         key=everywhere if storage.is_stochastic else None,
-        ema=None if config.ema_decay is None else flat,
+        ema=None if config.ema_decay is None else parts(flat),
         guard=None if config.norm_guard is None else guard,
     )
 

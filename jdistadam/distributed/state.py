@@ -130,6 +130,8 @@ def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
         "offset": bucket.offset,
         "main": main_kind if bucket.has_main else None,
     }
+    if bucket.is_resident:
+        entry["resident"] = True
     if bucket.leaf_alignment > 1:
         entry["unit"] = bucket.leaf_alignment
     return entry

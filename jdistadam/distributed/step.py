@@ -50,7 +50,8 @@ from jdistadam.distributed.accumulate import local_grads, sum_over_devices
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.communication import keeps_shards_alone, places
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import types_of_moment
+from jdistadam.distributed.flat_moments import types_of_arrays
+from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.main_params import main_shard, new_ema, next_ema
 from jdistadam.distributed.norms import norm_and_finite, norm_of_squares, norms_of
@@ -75,22 +76,29 @@ from jdistadam.kernels import multi_tensor, native
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
     """This device's part of the initial state; ``params`` are whole, or shards."""
-    main = None
     if layout.main_size or config.ema_decay is not None:
         check_not_transformed("init", params)
-    if layout.main_size:
-        main = main_shard(config, layout, jax.tree.leaves(params))
+    leaves = jax.tree.leaves(params)
+
+    def mains(config: DistributedConfig, layout: Layout) -> Any:
+        return main_shard(config, layout, leaves) if layout.main_size else None
+
     # Varying over the axes, as shards are, for the type checker of shard_map.
     axes = config.parallel.state_axes + config.parallel.tensor_axes
 
-    def zeros(name: str) -> Any:
-        types = types_of_moment(config.algorithm, layout, name)
-        return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types)
+    types = types_of_arrays(config, layout)
 
+    def zeros(name: str) -> Any:
+        return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types[name])
+
+    def average(config: DistributedConfig, layout: Layout, main: Any) -> Any:
+        return new_ema(config, layout, leaves, main)
+
+    main = in_parts(config, layout, mains)
     storage = config.algorithm.storage
     new = DistributedState(
         count=jnp.zeros((), jnp.int32),
-        main_params=main,
+        main_params=main if config.policy.main_params.is_stored else None,
         mu=zeros("mu"),
         nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
@@ -98,7 +106,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=storage.key if storage.is_stochastic else None,
         guard=None if config.norm_guard is None else new_norm_guard(),
-        ema=new_ema(config, layout, jax.tree.leaves(params), main),
+        ema=None if config.ema_decay is None else in_parts(config, layout, average, main),
     )
     return host_memory.to_host(config, new)
 

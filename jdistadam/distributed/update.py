@@ -24,6 +24,7 @@ from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.communication import gather_parameters
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
+from jdistadam.distributed.flat_parts import part_of, with_part
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import asked_of
@@ -55,12 +56,15 @@ class FlatState(NamedTuple):
     def operands(self, bucket: Bucket) -> dict[str, Any]:
         """The arrays that a bucket is in, by field."""
         found = {name: operand_of(getattr(self, name), bucket) for name in MOMENTS}
-        return found | ({"main_params": self.main_params} if bucket.has_main else {})
+        main = part_of(self.main_params, bucket)
+        return found | ({"main_params": main} if bucket.has_main else {})
 
     def replaced(self, bucket: Bucket, operands: dict[str, Any]) -> FlatState:
         """This state with the arrays of ``operands`` replaced."""
         new = {
-            name: x if name == "main_params" else with_result(getattr(self, name), bucket, x)
+            name: with_part(self.main_params, bucket, x)
+            if name == "main_params"
+            else with_result(getattr(self, name), bucket, x)
             for name, x in operands.items()
         }
         return self._replace(**new)
@@ -254,6 +258,8 @@ def _after_gathers(
 
 def _on_host(config: DistributedConfig, bucket: Bucket) -> list[str]:
     """The arrays of ``FlatState`` that a bucket is in, and that are on the host."""
+    if bucket.is_resident:
+        return []
     names = [*MOMENTS, "main_params"] if bucket.has_main else MOMENTS
     return [name for name in names if name in config.on_host]
 
@@ -271,7 +277,9 @@ def _stream(
         names, operands = _on_host(config, buckets[0]), flat.operands(buckets[0])
         arrays.append({name: operands[name] for name in names})
         lines.append({name: host_memory.lines(getattr(flat, name), buckets) for name in names})
-    first = [grads[calls[0][0].bucket_index]] if calls else []
+    # In a training step the first copies run beside the forward pass: early_updates.py.
+    is_early = config.updates_early and bool(host_memory.update_order.value)
+    first = [grads[calls[0][0].bucket_index]] if calls and not is_early else []
     return host_memory.Stream(arrays, lines, first, config.state_buffer_bytes)
 
 
@@ -281,7 +289,8 @@ def _kernel_calls(
     """What each kernel call steps: buckets with equal dtypes."""
     layout, calls = schedule.layout, dict[Any, list[int]]()
     for i, bucket in enumerate(layout.buckets):
-        kind = (bucket.dtype, bucket.has_main, grads[i].dtype, bucket.is_coded)
+        arrays = bucket.has_main, bucket.is_coded, bucket.is_resident
+        kind = (bucket.dtype, grads[i].dtype, *arrays)
         calls.setdefault(kind, []).append(i)
     splits = config.norms is None  # whose sums are in an order of the whole shard
     windows, whole = list[list[Piece]](), list[list[Piece]]()
@@ -319,7 +328,8 @@ def _call_of(
     first, windows = buckets[0], host_memory.within(buckets)
 
     def offsets(name: str) -> tuple[int, ...]:
-        placed = windows if name in config.on_host else buckets
+        is_window = name in config.on_host and not first.is_resident
+        placed = windows if is_window else buckets
         return tuple(offset_of(getattr(flat, name), x) for x in placed)
 
     spec = Spec(

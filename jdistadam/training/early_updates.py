@@ -35,6 +35,7 @@ _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _UPDATES = {f"jdistadam_{x}{y}" for x in ("adam", "quantized") for y in ("", "_squares")}
 _GATHERS = {"all_gather", "all_gather_invariant"}
 _NORMS = {"jdistadam_norm_tiles"}
+_COPIES = {"jdistadam_host_copy"}
 
 
 def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[..., Any]:
@@ -96,7 +97,15 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Any]] = [[]]
+    copied = list[Any]()  # what copies start at once, before the first product
+    while ready:
+        k = heapq.heappop(ready)
+        evaluate(k)
+        copied += eqns[k].outvars if _contains(eqns[k], _COPIES) else ()
     for i in range(num_ordered):
+        if is_product[i] and copied:
+            tie([*(v for v in _variables(eqns[i].invars) if v in made), *copied])
+            copied = []
         waits_for = calls[: int(max(0, len(calls) - lag))]
         if is_product[i] and any(waits_for):
             operands = [v for v in _variables(eqns[i].invars) if v in made]

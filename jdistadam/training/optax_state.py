@@ -19,6 +19,7 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
+from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.state import (
@@ -154,7 +155,7 @@ def _main_leaves(
 ) -> list[np.ndarray]:
     """The leaves that the optimizer updates: main parameters, or the params if none are kept."""
     main = [fetch(x) for x in jax.tree.leaves(params)]
-    if state.main_params is not None:
+    if layout.main_size:
         kept = _global_leaves(config, layout, params, state.main_params)
         for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
             main[i] = config.policy.main_params.join(main[i], kept[i], np)
@@ -258,7 +259,7 @@ def _shard(
         )
     place = NamedSharding(config.mesh, config.parallel.state_spec)
 
-    def flat(tree: Any, dtype: Any) -> jax.Array:
+    def flat(layout: Layout, tree: Any, dtype: Any) -> jax.Array:
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
         parts = []
         for part in range(config.parallel.size(config.parallel.tensor_axes)):
@@ -272,11 +273,15 @@ def _shard(
         return jnp.concatenate(shards)
 
     def moment(name: str) -> Any:
-        tree, like = getattr(adam, name), getattr(old, name)
+        convert = functools.partial(part, name=name)
+        return in_parts(config, layout, convert, getattr(old, name))
+
+    def part(config: DistributedConfig, layout: Layout, like: Any, name: str) -> Any:
+        tree = getattr(adam, name)
         if not is_flat_codes(like):
-            return jax.device_put(flat(tree, like.dtype), config.state_sharding(name))
+            return jax.device_put(flat(layout, tree, like.dtype), config.state_sharding(name))
         devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
-        floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
+        floats = np.asarray(flat(layout, tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
@@ -295,6 +300,14 @@ def _global_leaves(
 
     ``name``: "mu" or "nu" for a moment, which may be coded.
     """
+    if layout.parts:
+        both = [
+            _global_leaves(config, part, params, x, name)
+            for part, x in zip(layout.parts, flat, strict=True)
+            if x is not None
+        ]
+        resident = {i for bucket in layout.parts[1].buckets for i in bucket.leaves}
+        return [(both[-1] if i in resident else both[0])[i] for i in range(len(layout.leaves))]
     parts = config.parallel.size(config.parallel.tensor_axes)
     fetched = _fetch_moment(config, layout, flat, name) if is_flat_codes(flat) else fetch(flat)
     by_part = fetched.reshape(config.parallel.num_shards, parts, -1)

@@ -83,6 +83,11 @@ CONFIG = {
 }
 
 
+def memory_by_leaf(path):
+    """A choice by leaf as an argument ``state_memory``."""
+    return "device" if "matrix" in path else "pinned_host"
+
+
 _Place = dataclasses.make_dataclass("_Place", PLACE, frozen=True)
 _Choices = dataclasses.make_dataclass("_Choices", CONFIG, frozen=True)
 
@@ -115,7 +120,9 @@ class Place(_Place):
         if self.bucket_bytes != 20_000 or self.communication == "peer":
             return "device"
         some = {"optim": ("mu", "nu"), "optim_grads": ("nu",)}.get(self.strategy)
-        return dict.fromkeys(some, "pinned_host") if some else "pinned_host"
+        if some:
+            return dict.fromkeys(some, "pinned_host")
+        return memory_by_leaf if self.axes == "explicit" else "pinned_host"
 
     @property
     def has_model_axis(self):
