@@ -247,7 +247,8 @@ def _memory_cells(rows) -> list[str]:
         if row:
             text = f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
             if here and row is not here:
-                text += f": {100 * (row['ms'] / here['ms'] - 1):.1f} % longer"
+                change = 100 * (row["ms"] / here["ms"] - 1)
+                text += f": {abs(change):.1f} % {'longer' if change >= 0 else 'shorter'}"
         cells.append(text)
     return cells
 
@@ -286,15 +287,22 @@ def host_late() -> str:
     return markdown.table(("training step", *IN_MEMORIES), table)
 
 
-def host_windows() -> str:
-    """One line for each storage, of a revision that allowed 512 MiB of windows by default."""
-    runs = (("", "host_windows_float32"), ("+remainder16+block8", "host_windows"))
-    table = []
-    for storage, record in runs:
-        rows = group_rows(f"bench_step/h100/{record}", "unrolled-8")
-        names = (f"optim{storage}{x}" for x in ("", "+host", "+host+windows_1g"))
-        table.append((STORAGES[storage], *_memory_cells([rows.get(x) for x in names])))
-    columns = ("storage", "state on the device, ms", "512 MiB of windows, ms", "1 GiB, ms")
+def host_leaves() -> str:
+    """One line for each choice of leaves whose state stays on the device."""
+    kept = {
+        "+host": "none",
+        "+host_but_0": "embedding, positions, last norm",
+        "+host_but_4": "the same and the first 4 of 24 blocks",
+        "": "all",
+    }
+    rows = group_rows("bench_step/h200/host_leaves", "unrolled-8")
+    rows = {name: rows[f"optim+remainder16+block8{modifier}"] for modifier, name in kept.items()}
+    cells = _memory_cells([rows["all"], *rows.values()])[1:]
+    table = [
+        (name, f"{row['argument_bytes'] / 1e9:.1f} GB", cell)
+        for (name, row), cell in zip(rows.items(), cells, strict=True)
+    ]
+    columns = ("leaves on the device", "parameters and state on the device", "ms")
     return markdown.table(columns, table)
 
 
@@ -303,13 +311,17 @@ LARGEST = {  # methods and their names
     "optax_host": "`optax.adamw`, float32, state moved by `jax.device_put`",
     "main": "bfloat16 parameters, float32 main parameters and moments",
     "codes": "remainder16, block8",
+    "codes_early": "remainder16, block8, early updates",
     "codes_host": "remainder16, block8, in host memory",
 }
 
 
+LARGEST_RUNS = ("default", "device", "edges", "host", "early")
+
+
 def largest_model() -> str:
     """One line for each model and state of largest_model.py; a later record replaces a row."""
-    records = [_results(f"largest_model/h100/{x}") for x in ("default", "device", "edges", "host")]
+    records = [_results(f"largest_model/h100/{x}") for x in LARGEST_RUNS]
     rows = {row["name"]: row for record in records for row in record["rows"]}
     results, table = records[0], []
     for row in sorted(rows.values(), key=lambda row: row["parameters"]):
@@ -359,6 +371,24 @@ def early_updates() -> str:
         "temporary memory",
         "temporary memory with early updates",
     )
+    return markdown.table(columns, table)
+
+
+def early_times() -> str:
+    """One line for each kind of step, with and without early updates."""
+    runs = (
+        ("1", "h100/early", "unrolled-8", "8"),
+        ("1", "h100/early_accumulated", "unrolled-8x4", "4 micro-batches of 8"),
+        ("2", "h100_x2/early", "unrolled-8", "8"),
+    )
+    table = []
+    for gpus, record, group, sequences in runs:
+        rows = group_rows(f"bench_step/{record}", group)
+        for modifiers, name in STORAGES.items():
+            pair = [rows.get(f"optim{modifiers}{x}") for x in ("", "+early")]
+            if all(pair):
+                table.append((gpus, sequences, name, *_memory_cells(pair)))
+    columns = ("GPUs", "sequences per GPU", "storage", "ms", "ms with early updates")
     return markdown.table(columns, table)
 
 

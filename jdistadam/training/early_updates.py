@@ -103,14 +103,11 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
         evaluate(k)
         copied += eqns[k].outvars if _contains(eqns[k], _COPIES) else ()
     for i in range(num_ordered):
-        if is_product[i] and copied:
-            tie([*(v for v in _variables(eqns[i].invars) if v in made), *copied])
-            copied = []
         waits_for = calls[: int(max(0, len(calls) - lag))]
-        if is_product[i] and any(waits_for):
-            operands = [v for v in _variables(eqns[i].invars) if v in made]
-            tie(itertools.chain(operands, *waits_for))
-            calls = calls[len(waits_for) :] or [[]]
+        operands = [v for v in _variables(eqns[i].invars) if v in made] if is_product[i] else []
+        if operands and any([copied, *waits_for]):
+            tie(itertools.chain(operands, copied, *waits_for))
+            copied, calls = [], calls[len(waits_for) :] or [[]]
         evaluate(i)
         made.update(eqns[i].outvars)
         while ready:

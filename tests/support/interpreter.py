@@ -7,6 +7,7 @@ Steps of elements, rounding and codes are those of the reference (reference_trai
 whole arrays; ``assert_equal`` compares the two.
 """
 
+import collections
 import math
 
 import jax
@@ -54,13 +55,13 @@ class Interpreter(Training):
                 self.held[i] = place_phase(self.devices, entry.reduce, self.held[i], dim)
 
     def _check_places(self):
-        """Shards are contiguous."""
-        ends = dict(offset=0, coded=0, uncoded=0)
+        """Shards are contiguous, among those in host memory and among those that stay."""
+        ends = collections.Counter()
         for entry in self.schedule.buckets:
             bucket, kind = entry.bucket, "coded" if entry.bucket.is_coded else "uncoded"
-            assert (bucket.offset, bucket.moment_offset) == (ends["offset"], ends[kind]), bucket
-            for name in ("offset", kind):
-                ends[name] += _aligned(bucket.shard_size)
+            places = [(bucket.is_resident, name) for name in ("offset", kind)]
+            assert [bucket.offset, bucket.moment_offset] == [ends[x] for x in places], bucket
+            ends.update(dict.fromkeys(places, _aligned(bucket.shard_size)))
 
     # How arrays are cut.
 
@@ -280,12 +281,15 @@ class Interpreter(Training):
                 assert not elements.floats(name)[number < 0].any(), "gaps and padding are zero"
 
     def flat(self, name):
-        """The flat arrays of main parameters or a moment on all devices."""
+        """The flat arrays of main parameters or a moment on all devices, of one part or of two."""
         layout = self.schedule.layout
+        return [x for part in layout.parts or [layout] for x in self._flat_of(part, name)]
+
+    def _flat_of(self, layout, name):
         if name == "main_params":
             dtype = np.uint16 if self.config.main == "remainder16" else F32
             flat = np.zeros((*self.devices.shape, layout.main_size), dtype)
-            for bucket, elements in self._pairs():
+            for bucket, elements in self._pairs(layout):
                 if bucket.has_main:
                     x = elements.value
                     _write(
@@ -297,13 +301,13 @@ class Interpreter(Training):
         given = getattr(self.config, name)
         if given not in CODES:
             flat = np.zeros((*self.devices.shape, layout.flat_size), jnp.dtype(given))
-            for bucket, elements in self._pairs():
+            for bucket, elements in self._pairs(layout):
                 _write(flat, bucket.offset, getattr(elements, name))
             return [flat]
         codes = np.zeros((*self.devices.shape, layout.coded_size), CODES[given].dtype)
         scales = np.zeros((*self.devices.shape, layout.coded_size // BLOCK), F32)
         floats = np.zeros((*self.devices.shape, layout.uncoded_size), F32)
-        for bucket, elements in self._pairs():
+        for bucket, elements in self._pairs(layout):
             moment, start = getattr(elements, name), bucket.moment_offset
             if bucket.is_coded:
                 _write(codes, start, moment.codes)
@@ -313,9 +317,9 @@ class Interpreter(Training):
                 _write(floats, start, moment)
         return [codes, scales, floats]
 
-    def _pairs(self):
-        buckets = (entry.bucket for entry in self.schedule.buckets)
-        return zip(buckets, self.buckets, strict=True)
+    def _pairs(self, layout):
+        pairs = zip(self.schedule.layout.buckets, self.buckets, strict=True)
+        return [(bucket, elements) for bucket, elements in pairs if bucket in layout.buckets]
 
 
 def _write(flat, start, x):

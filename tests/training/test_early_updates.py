@@ -103,17 +103,21 @@ def needs_of(jaxpr):
     return needs
 
 
+def operations_of(step, *args):
+    """The jaxpr that has the products, and for each of its variables all before it."""
+    jaxpr = jax.make_jaxpr(step)(*args).jaxpr
+    while "dot_general" not in {eqn.primitive.name for eqn in jaxpr.eqns}:
+        inner = (x for eqn in jaxpr.eqns for x in core.jaxprs_in_params(eqn.params))
+        jaxpr = max(inner, key=lambda x: len(x.eqns))
+    return jaxpr, needs_of(jaxpr)
+
+
 @pytest.mark.parametrize(("devices", "lag"), [(1, 1), (2, step_program._LAG)])
 def test_a_step_has_this_lag(devices, lag, monkeypatch):
     """Copies between the memories and other kernels do not count."""
     step, state, batches = made(monkeypatch, plain, devices)
-    jaxpr = jax.make_jaxpr(step)(state, batches[0]).jaxpr
-    while "dot_general" not in {eqn.primitive.name for eqn in jaxpr.eqns}:
-        jaxpr = max(
-            (x for eqn in jaxpr.eqns for x in core.jaxprs_in_params(eqn.params)),
-            key=lambda x: len(x.eqns),
-        )
-    needs, calls, norms, most = needs_of(jaxpr), [], [], 0
+    jaxpr, needs = operations_of(step, state, batches[0])
+    calls, norms, most = [], [], 0
     for eqn in jaxpr.eqns:
         if order_of(jaxpr.replace(eqns=[eqn])) == "K":
             calls.append(eqn.outvars[0])
@@ -125,6 +129,38 @@ def test_a_step_has_this_lag(devices, lag, monkeypatch):
             assert sum(v in before for v in norms) == max(0, len(calls) + 1 - lag)
             most = max(most, len(calls))
     assert most == LAYERS - 1
+
+
+def copies_and_products(jaxpr):
+    """The first results of copies to the device, and of products."""
+    copies, products = [], []
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("target_name") == "jdistadam_host_copy":
+            copies += eqn.outvars[:1] * (eqn.outvars[0].aval.size < LAYERS * WIDTH**2)
+        elif eqn.primitive.name == "dot_general":
+            products.append(eqn.outvars[0])
+    return copies, products
+
+
+def test_the_first_copies_start_during_the_forward_pass(monkeypatch):
+    """As many as may arrive before they are needed: half of three windows, rounded up."""
+    step, state, batches = made(monkeypatch, plain, memory=HOST | dict(state_buffer_bytes=1))
+    jaxpr, needs = operations_of(step, state, batches[0])
+    copies, products = copies_and_products(jaxpr)
+    found = [sum(x in needs[product] for x in copies) for product in products[:LAYERS]]
+    assert found == [0] + [2] * (LAYERS - 1)  # the first has only arguments as operands
+    assert len(copies) == LAYERS
+
+
+@pytest.mark.parametrize("options", [dict(max_grad_norm=1.0), dict(loss_scale=8.0)])
+def test_copies_wait_for_gradients_where_updates_are_late(options, monkeypatch):
+    step, state, batches = made(
+        monkeypatch, plain, memory=HOST | dict(state_buffer_bytes=1), **options
+    )
+    jaxpr, needs = operations_of(step, state, batches[0])
+    copies, products = copies_and_products(jaxpr)
+    assert len(copies) == LAYERS
+    assert all(set(products[LAYERS:]) & needs[x] for x in copies)
 
 
 @pytest.mark.parametrize("options", [dict(max_grad_norm=1.0), dict(loss_scale=8.0)])
