@@ -241,6 +241,9 @@ class DistributedState(NamedTuple):
       ema: Shape (num_shards * flat_size,), float32, sharded: the moving average of the exact
         parameters, which ``ema_params`` returns; None without ema_decay.
       guard: The running mean of the gradient norm, and its skipped steps; None without norm_guard.
+
+    If ``state_memory`` is a function, main_params, mu, nu and ema are each a ``FlatParts`` of two
+    such arrays, in host memory and on the device.
     """
 
     count: jax.Array  # type: ignore[assignment]

@@ -7,7 +7,8 @@ then. So the step is traced, and evaluated in another order: each operation of t
 as its operands are known. Barriers enforce this order: a matrix product waits for the new
 parameters of all kernel calls but the last few, so that sums over devices have time to overlap the
 products. It also waits for the norms of their gradients, which can then be freed. Parameters are
-gathered at the end, where XLA merges the gathers.
+gathered at the end, where XLA merges the gathers. Copies from the host that need no gradient start
+during the forward pass: the first product with a computed operand waits for their start.
 
 A kernel call that makes new parameters waits for the last product with the old ones. Otherwise XLA
 would copy the old ones, because it writes new parameters over them.
@@ -97,7 +98,7 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Any]] = [[]]
-    copied = list[Any]()  # what copies start at once, before the first product
+    copied = list[Any]()  # the results of copies that start before the first product
     while ready:
         k = heapq.heappop(ready)
         evaluate(k)
