@@ -155,7 +155,8 @@ class FlatAdam:
         """The flat arrays: the template's if some of it may stay, else zeros."""
         new = {}
         for section in self.sections:
-            like = getattr(self.state, section)
+            if (like := getattr(self.state, section)) is None:
+                continue
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
             if self._starts_anew or is_shape:
                 new[section] = flat_moments.zeros(self.config, self.layout, section)

@@ -295,15 +295,23 @@ def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]
 
 
 def _check_parts(layout: Layout) -> None:
-    """Raises TreeError if ``state_memory`` has the same result for all leaves."""
-    same = {bucket.is_resident for bucket in layout.buckets}
-    if layout.parts and len(same) == 1:
-        place = memory.MEMORIES[0] if same.pop() else memory.HOST
+    """Raises TreeError if a function as ``state_memory`` leaves one of the memories empty."""
+    buckets = layout.buckets
+    if not layout.parts or len({bucket.is_resident for bucket in buckets}) != 1:
+        return
+    places = [memory.MEMORIES[0] if x else memory.HOST for x in (True, False)]
+    if len({layout.leaves[i].is_resident for bucket in buckets for i in bucket.leaves}) > 1:
         raise TreeError(
-            f"state_memory: the same memory for all {len(layout.leaves)} leaves: got {place!r}, "
-            "expected a function that returns each of the two for a leaf with elements that is not "
-            f"frozen. Test for a part of paths like {layout.leaves[0].path}, or pass {place!r}."
+            f"state_memory: {len(buckets)} buckets of small leaves, and each has a leaf that stays "
+            f"on the device: got {len(layout.leaves)} leaves in them, expected a bucket "
+            f"without one. Pass smaller bucket_bytes, or state_memory={places[0]!r}."
         )
+    place = places[0] if buckets[0].is_resident else places[1]
+    raise TreeError(
+        f"state_memory: the same memory for all {len(layout.leaves)} leaves: got {place!r}, "
+        "expected a function that returns each of the two for a leaf with elements that is not "
+        f"frozen. Test for a part of paths like {layout.leaves[0].path}, or pass {place!r}."
+    )
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:

@@ -76,11 +76,20 @@ def to_host(config: DistributedConfig, opt_state: Any) -> Any:
 def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     """Raises MeshError for an array on the host, unless ``state_memory`` puts it there."""
     on_host = () if config is None else config.on_host
-    advice = (
-        f"state_memory of this optimizer names only {', '.join(on_host)}. "
-        "Move the state first: jax.device_put(opt_state, tx.state_shardings())."
-    )
-    for names, how in ((FLAT_ARRAYS, ""), (on_host, advice if on_host else "")):
+    has_parts = config is not None and config.is_resident is not None
+    if not has_parts and any(trees.parts_of(x, FlatParts) for x in named.values()):
+        advice = (
+            "The state_memory of its optimizer is a function. Convert it: to_optax_state with that "
+            "optimizer, from_optax_state with this one."
+        )
+    elif on_host:
+        advice = (
+            f"state_memory of this optimizer names only {', '.join(on_host)}. "
+            "Move the state first: jax.device_put(opt_state, tx.state_shardings())."
+        )
+    else:
+        advice = ""
+    for names, how in ((FLAT_ARRAYS, ""), (on_host, advice)):
         kept = {name: map_arrays(names, lambda _: None, tree) for name, tree in named.items()}
         trees.check_memory(how, **kept)
 

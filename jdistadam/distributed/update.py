@@ -277,9 +277,7 @@ def _stream(
         names, operands = _on_host(config, buckets[0]), flat.operands(buckets[0])
         arrays.append({name: operands[name] for name in names})
         lines.append({name: host_memory.lines(getattr(flat, name), buckets) for name in names})
-    # In a training step the first copies start during the forward pass: early_updates.py.
-    is_early = config.updates_early and bool(host_memory.update_order.value)
-    first = [grads[calls[0][0].bucket_index]] if calls and not is_early else []
+    first = [grads[calls[0][0].bucket_index]] if calls else []
     return host_memory.Stream(arrays, lines, first, config.state_buffer_bytes)
 
 

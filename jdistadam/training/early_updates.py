@@ -7,8 +7,7 @@ then. So the step is traced, and evaluated in another order: each operation of t
 as its operands are known. Barriers enforce this order: a matrix product waits for the new
 parameters of all kernel calls but the last few, so that sums over devices have time to overlap the
 products. It also waits for the norms of their gradients, which can then be freed. Parameters are
-gathered at the end, where XLA merges the gathers. Copies from the host that need no gradient start
-during the forward pass: the first product with a computed operand waits for their start.
+gathered at the end, where XLA merges the gathers.
 
 A kernel call that makes new parameters waits for the last product with the old ones. Otherwise XLA
 would copy the old ones, because it writes new parameters over them.
@@ -36,7 +35,6 @@ _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _UPDATES = {f"jdistadam_{x}{y}" for x in ("adam", "quantized") for y in ("", "_squares")}
 _GATHERS = {"all_gather", "all_gather_invariant"}
 _NORMS = {"jdistadam_norm_tiles"}
-_COPIES = {"jdistadam_host_copy"}
 
 
 def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[..., Any]:
@@ -98,17 +96,12 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Any]] = [[]]
-    copied = list[Any]()  # the results of copies that start before the first product
-    while ready:
-        k = heapq.heappop(ready)
-        evaluate(k)
-        copied += eqns[k].outvars if _contains(eqns[k], _COPIES) else ()
     for i in range(num_ordered):
         waits_for = calls[: int(max(0, len(calls) - lag))]
-        operands = [v for v in _variables(eqns[i].invars) if v in made] if is_product[i] else []
-        if operands and any([copied, *waits_for]):
-            tie(itertools.chain(operands, copied, *waits_for))
-            copied, calls = [], calls[len(waits_for) :] or [[]]
+        if is_product[i] and any(waits_for):
+            operands = [v for v in _variables(eqns[i].invars) if v in made]
+            tie(itertools.chain(operands, *waits_for))
+            calls = calls[len(waits_for) :] or [[]]
         evaluate(i)
         made.update(eqns[i].outvars)
         while ready:

@@ -181,6 +181,12 @@ def test_a_function_for_one_memory_is_an_error(place):
     tx = over(2, "8 bits", lambda path: place)
     with pytest.raises(jda.TreeError, match=rf"^state_memory: the same memory for all .*{place}"):
         few(tx, "8 bits")
+    mesh, wide = over(2, "8 bits", "device").config.mesh, jnp.ones((256, 8))
+    tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, state_memory=by_leaf)
+    with pytest.raises(
+        jda.TreeError, match=r"^state_memory: 1 buckets of small leaves.*bucket_bytes"
+    ):
+        tx.layout({"rows": wide, "columns": wide})
     tx = over(2, "8 bits", lambda path: path)
     with pytest.raises(
         jda.PolicyError, match=r"^state_memory: not a memory for params\['columns'\]"
@@ -188,11 +194,25 @@ def test_a_function_for_one_memory_is_an_error(place):
         few(tx, "8 bits")
 
 
+def test_memories_of_leaves_without_main_parameters_and_with_injected_numbers(tmp_path):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    make = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    tx = make(1e-3, mesh=mesh, state_memory=by_leaf, main_params_dtype=None, bucket_bytes=1 << 12)
+    state = jda.TrainState.create(of_few(random_params(jnp.bfloat16)), tx)
+    state, _ = jda.train_step(linear_loss, tx)(state, of_few(next(iter(batches(1)))))
+    jda.save(tmp_path / "state", state, tx)
+    template = jda.TrainState.shapes(state.params, tx)
+    for like, new in ((template, None), (state, lambda path: False)):
+        got = jda.restore(tmp_path / "state", like, tx, new=new)
+        assert_trees_same_bits(got, state)
+
+
 def test_a_state_with_other_parts_is_an_error():
     txs = [over(2, "bfloat16", x) for x in (by_leaf, "pinned_host")]
     other = over(2, "bfloat16", lambda path: "device" if "small" in path else "pinned_host")
+    txs.append(over(2, "bfloat16", "device"))
     given, state = of_few(next(iter(batches(1)))), few(txs[0], "bfloat16")
-    for tx in (txs[1], other):
+    for tx in (*txs[1:], other):
         with pytest.raises(jda.JDistAdamError, match="_optax_state"):
             jda.train_step(linear_loss, tx)(state, given)
     with pytest.raises(jda.JDistAdamError, match="_optax_state"):

@@ -142,18 +142,9 @@ def copies_and_products(jaxpr):
     return copies, products
 
 
-def test_the_first_copies_start_during_the_forward_pass(monkeypatch):
-    """As many as may arrive before they are needed: half of three windows, rounded up."""
-    step, state, batches = made(monkeypatch, plain, memory=HOST | dict(state_buffer_bytes=1))
-    jaxpr, needs = operations_of(step, state, batches[0])
-    copies, products = copies_and_products(jaxpr)
-    found = [sum(x in needs[product] for x in copies) for product in products[:LAYERS]]
-    assert found == [0] + [2] * (LAYERS - 1)  # the first has only arguments as operands
-    assert len(copies) == LAYERS
-
-
-@pytest.mark.parametrize("options", [dict(max_grad_norm=1.0), dict(loss_scale=8.0)])
-def test_copies_wait_for_gradients_where_updates_are_late(options, monkeypatch):
+@pytest.mark.parametrize("options", [{}, dict(max_grad_norm=1.0)])
+def test_copies_to_the_device_wait_for_a_gradient(options, monkeypatch):
+    """Otherwise they take memory during the forward pass."""
     step, state, batches = made(
         monkeypatch, plain, memory=HOST | dict(state_buffer_bytes=1), **options
     )
