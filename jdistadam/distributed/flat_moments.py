@@ -101,7 +101,7 @@ def offset_of(moment: Any, bucket: Bucket) -> int:
 
 
 def operand_of(moment: Any, bucket: Bucket) -> Any:
-    """Returns the flat array that holds the moment of a bucket, as the kernel takes it."""
+    """Returns the flat array of a bucket's moment or main parameters, as the kernel takes it."""
     moment = part_of(moment, bucket)
     if not is_flat_codes(moment):
         return moment

@@ -24,7 +24,6 @@ from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.communication import gather_parameters
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
-from jdistadam.distributed.flat_parts import part_of, with_part
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import asked_of
@@ -55,19 +54,17 @@ class FlatState(NamedTuple):
 
     def operands(self, bucket: Bucket) -> dict[str, Any]:
         """The arrays that a bucket is in, by field."""
-        found = {name: operand_of(getattr(self, name), bucket) for name in MOMENTS}
-        main = part_of(self.main_params, bucket)
-        return found | ({"main_params": main} if bucket.has_main else {})
+        return {name: operand_of(getattr(self, name), bucket) for name in _fields_of(bucket)}
 
     def replaced(self, bucket: Bucket, operands: dict[str, Any]) -> FlatState:
         """This state with the arrays of ``operands`` replaced."""
-        new = {
-            name: with_part(self.main_params, bucket, x)
-            if name == "main_params"
-            else with_result(getattr(self, name), bucket, x)
-            for name, x in operands.items()
-        }
+        new = {k: with_result(getattr(self, k), bucket, x) for k, x in operands.items()}
         return self._replace(**new)
+
+
+def _fields_of(bucket: Bucket) -> tuple[str, ...]:
+    """The fields of ``FlatState`` that a bucket is in."""
+    return (*MOMENTS, "main_params") if bucket.has_main else MOMENTS
 
 
 class UpdateResult(NamedTuple):
@@ -258,9 +255,7 @@ def _after_gathers(
 
 def _on_host(config: DistributedConfig, bucket: Bucket) -> list[str]:
     """The arrays of ``FlatState`` that a bucket is in, and that are on the host."""
-    if bucket.is_resident:
-        return []
-    names = [*MOMENTS, "main_params"] if bucket.has_main else MOMENTS
+    names = () if bucket.is_resident else _fields_of(bucket)
     return [name for name in names if name in config.on_host]
 
 

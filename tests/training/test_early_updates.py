@@ -144,7 +144,7 @@ def copies_and_products(jaxpr):
 
 @pytest.mark.parametrize("options", [{}, dict(max_grad_norm=1.0)])
 def test_copies_to_the_device_wait_for_a_gradient(options, monkeypatch):
-    """Otherwise they take memory during the forward pass."""
+    """If the forward pass waited for their start, XLA could copy a window that is arriving."""
     step, state, batches = made(
         monkeypatch, plain, memory=HOST | dict(state_buffer_bytes=1), **options
     )
