@@ -640,8 +640,8 @@ ERRORS = [
     ("aux before the model state", lambda: train(lambda p, b, model_state: (loss_fn(p, b), 1.0, model_state), state=create(model_state={"m": np.zeros(2)}), has_aux=True), jda.TreeError, r"^loss_fn's model_state\['m'\]: missing"),
     # -- custom training loops
     ("step outside of shard_map", lambda: tx().step(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
-    ("update outside of shard_map", lambda: tx().update(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
-    ("update without params", lambda: tx().update(GRADS, state().opt_state), ValueError, NO_PARAMS),
+    ("an unwrapped update outside of shard_map", lambda: tx().unwrapped().update(GRADS, state().opt_state, PARAMS), jda.MeshError, NOT_INSIDE.format("step")),
+    ("an unwrapped update without params", lambda: tx().unwrapped().update(GRADS, state().opt_state), ValueError, NO_PARAMS),
     ("a step without params", lambda: inside(lambda p, s: tx().step(p, s, None)), ValueError, NO_PARAMS),
     ("a step without gradients", lambda: inside(lambda p, s: tx().step(None, s, p)), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 0 leaves"),
     ("step(grads, params, opt_state)", lambda: inside(lambda p, s: tx().step(p, p, s)), jda.TreeError, NO_DISTRIBUTED_STATE.format("dict")),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+from optax import inject_hyperparams as optax_inject_hyperparams  # also if a user replaces it
 from optax.schedules import StatefulSchedule
 
 from jdistadam.core import trees
@@ -115,7 +116,7 @@ def inject_hyperparams(
                 tx = wrap(factory(**kwargs))
                 return optax.GradientTransformationExtraArgs(*functions_of(tx))
 
-            injected = optax.inject_hyperparams(with_update, static, hyperparam_dtype)(**given)
+            injected = optax_inject_hyperparams(with_update, static, hyperparam_dtype)(**given)
             return injected._replace(update=_checked(injected.update, names))
 
         if isinstance(first, DistributedTransformation):

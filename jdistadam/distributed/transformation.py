@@ -1,4 +1,4 @@
-"""A distributed optimizer: its ``init``, ``update`` and ``step``, and its configuration."""
+"""A distributed optimizer: its ``init`` and ``step``, and its configuration."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from jdistadam.errors import MeshError, PolicyError
 
 
 class DistributedTransformation(FusedTransformation):
-    """``init``, ``update`` and ``step`` over a mesh, and their configuration.
+    """``init`` and ``step`` over a mesh, and their configuration.
 
-    ``train_step`` calls all of these for you. In a ``jax.shard_map`` of your own, over
-    ``config.mesh``::
+    ``train_step`` calls both for you. In a ``jax.shard_map`` of your own, over ``config.mesh``::
 
         def local_step(params, state, batch):  # batch: this device's part
             grads = jax.grad(loss)(jda.local_params(params, tx), batch)
@@ -40,13 +39,10 @@ class DistributedTransformation(FusedTransformation):
     ``init`` also runs outside of it. Under "optim_grads_params" devices hold shards of the params,
     and a ``shard_map`` of your own needs the optimizer that ``bind`` returns.
 
-    optax's wrappers see the unreduced gradients of one device: ``optax.chain`` clips each device's
-    own, with ``apply_if_finite`` some devices wait for others that skip the step, ``masked`` passes
-    unreduced gradients on, and the main parameters do not follow changed updates. ``train_step``
-    and ``TrainState.create`` raise for a wrapped optimizer; in your own ``jax.shard_map`` only its
-    ``check_vma`` can detect some of this. Use ``jda.chain``, ``accumulate`` or
-    ``accumulate_steps``, ``max_grad_norm``, ``loss_scale``, which skips non-finite steps,
-    and ``groups`` with ``frozen``.
+    ``update`` raises. optax's wrappers, Flax's ``TrainState`` and ``nnx.Optimizer`` call it, and
+    inside them each device would clip its own gradients, wait for devices that skip the step, or
+    change params without the main parameters. ``unwrapped`` returns an optimizer whose ``update``
+    works, for code that calls it directly.
     """
 
     config: DistributedConfig
@@ -65,7 +61,7 @@ class DistributedTransformation(FusedTransformation):
         changes_grads: bool = False,
         bound: Schedule | None = None,
     ) -> DistributedTransformation:
-        """Makes ``init``, ``update`` and ``step``, with their configuration."""
+        """Makes ``init`` and ``step``, with their configuration."""
 
         def init(params: Params) -> Any:
             trees.check_dtypes(params, name="params")
@@ -85,15 +81,7 @@ class DistributedTransformation(FusedTransformation):
             result = self._step(grads, state, params, **extra_args)
             return result.params, result.opt_state
 
-        def update(
-            grads: Grads, state: Any, params: Params = None, **extra: Any
-        ) -> tuple[Any, Any]:
-            new, state = step(grads, state, params, **extra)
-            # In float32, so that apply_updates gives exactly the 16-bit parameter.
-            f32 = jnp.float32
-            return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
-
-        self: Any = cls(init, update, step)
+        self: Any = cls(init, _update_raises, step)
         self.functions, self.config, self.specs = functions, config, specs
         self.changes_grads, self.bound = changes_grads, bound
         return self
@@ -108,6 +96,51 @@ class DistributedTransformation(FusedTransformation):
         model_axes.check_own_region(self.config, schedule, shards)
         result = self.functions.local_step(schedule, grads, state, shards, **extra_args)
         return result._replace(params=shard.in_form_of(params, result.params))
+
+    def unwrapped(self) -> optax.GradientTransformationExtraArgs:
+        """Returns optax's pair of functions with an ``update`` that works; put nothing around it.
+
+        For a ``jax.shard_map`` of your own that keeps ``update`` and ``optax.apply_updates``::
+
+            opt = tx.unwrapped()
+
+            def local_step(params, state, batch):
+                grads = jax.grad(loss)(jda.local_params(params, tx), batch)
+                updates, state = opt.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+        The gradients are those of ``step``. Nothing may change gradients before it or updates after
+        it, and every device must call it in every step: a wrapper such as ``optax.chain``,
+        ``MultiSteps`` or ``apply_if_finite`` breaks this, and nothing here can see the wrapper.
+
+        Returns:
+          ``init``, and ``update``, whose updates are float32: ``apply_updates`` returns exactly the
+          parameters that ``step`` does.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> from jax.sharding import PartitionSpec as P
+          >>> mesh = jax.make_mesh((1,), ("data",))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-2, weight_decay=0.0), mesh=mesh)
+          >>> params, opt = {"w": jnp.ones(3)}, tx.unwrapped()
+          >>> specs = P(), tx.state_specs()
+          >>> update = jax.shard_map(
+          ...     lambda params, state: opt.update(jda.local_params(params, tx), state, params),
+          ...     mesh=mesh, in_specs=specs, out_specs=specs)
+          >>> updates, state = jax.jit(update)(params, opt.init(params))
+          >>> round(float(updates["w"][0]), 4)
+          -0.01
+        """
+
+        def update(
+            grads: Grads, state: Any, params: Params = None, **extra: Any
+        ) -> tuple[Any, Any]:
+            new, state = self.step(grads, state, params, **extra)
+            # In float32, so that apply_updates gives exactly the 16-bit parameter.
+            f32 = jnp.float32
+            return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
+
+        return optax.GradientTransformationExtraArgs(self.init, update)
 
     def step_with_norms(
         self, grads: Grads, state: Any, params: Params, **extra_args: Any
@@ -379,6 +412,21 @@ class DistributedTransformation(FusedTransformation):
         else:
             schedule = self.bound or self.schedule("grad_norm", grads, "grads")
         return self.functions.norm(schedule, grads, state)
+
+
+def _update_raises(grads: Grads, state: Any, params: Params = None, **extra: Any) -> Any:
+    """The ``update`` of a distributed optimizer: what stands around it cannot be seen from here."""
+    del grads, state, params, extra
+    raise PolicyError(
+        "update: cannot be called for a distributed optimizer, because what stands around it would "
+        "see the gradients of one device, not yet summed, and change params without the main "
+        "parameters: got a call of tx.update, directly or by optax.chain, a wrapper such as "
+        "optax.MultiSteps, Flax's TrainState or nnx.Optimizer, expected jda.train_step, or tx.step "
+        "in a jax.shard_map of your own. Use jda.chain in place of optax.chain, max_grad_norm to "
+        "clip, accumulate_steps in place of MultiSteps, loss_scale in place of apply_if_finite. "
+        "In Flax's TrainState, nnx.Optimizer or optax.chain use fused_adamw with a sharded state: "
+        "docs/drop_in.md. If nothing stands around it: tx.unwrapped().update."
+    )
 
 
 def check_distributed(tx: Any) -> None:

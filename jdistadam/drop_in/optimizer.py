@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax import adam as optax_adam  # bound here: a user may replace those of optax by ours
+from optax import adamw as optax_adamw
 
 from jdistadam.core import trees
 from jdistadam.core.algorithm import Algorithm, make_algorithm, make_groups
@@ -162,7 +164,7 @@ def fused_adamw(
         **both, bias_correction=bias_correction, cautious_weight_decay=cautious_weight_decay
     )
     everywhere = None if mask is None else _everywhere
-    like_optax = optax.adamw(**both, mu_dtype=_mu_dtype(mu_dtype), mask=everywhere)
+    like_optax = optax_adamw(**both, mu_dtype=_mu_dtype(mu_dtype), mask=everywhere)
     algorithm = make_algorithm(
         make_groups(hyper, mask, param_labels, groups),
         hyper,
@@ -246,7 +248,7 @@ def fused_adam(
     """
     both = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps_root=eps_root, eps=eps)
     hyper = Hyperparameters(**both, nesterov=nesterov, l2=l2, bias_correction=bias_correction)
-    like_optax = optax.adam(**both, mu_dtype=_mu_dtype(mu_dtype), nesterov=nesterov)
+    like_optax = optax_adam(**both, mu_dtype=_mu_dtype(mu_dtype), nesterov=nesterov)
     made = make_groups(hyper, None, param_labels, groups)
     decays = [l2, *(group.weight_decay for group in made.used)]
     algorithm = make_algorithm(

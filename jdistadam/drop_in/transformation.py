@@ -69,6 +69,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     __replace__ = _replace  # for copy.replace
 
+    def __init_subclass__(cls) -> None:
+        """Makes ``jax.tree.map`` keep ``step`` and the attributes of a subclass."""
+        _register_as_tree(cls)
+
     def __getnewargs__(self) -> tuple[Any, ...]:
         """The arguments for pickle; pickling works if it does for the functions."""
         return (*self, self.step)
@@ -80,6 +84,23 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     def __deepcopy__(self, memo: Any) -> FusedTransformation:
         """Returns itself: it is immutable."""
         return self
+
+
+def _register_as_tree(cls: type[FusedTransformation]) -> None:
+    """Registers a tree of three functions: of a named tuple, JAX keeps only the fields."""
+    names = ("init", "update", "step")
+    keys = tuple(map(jax.tree_util.GetAttrKey, names))
+
+    def flatten_with_keys(tx: FusedTransformation) -> tuple[Any, FusedTransformation]:
+        return tuple(zip(keys, (*tx, tx.step), strict=True)), tx
+
+    def unflatten(tx: FusedTransformation, functions: Sequence[Any]) -> FusedTransformation:
+        return tx._replace(**dict(zip(names, functions, strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+
+
+_register_as_tree(FusedTransformation)
 
 
 def without_frozen(rows: Sequence[Any], tree: Any) -> Any:

@@ -94,7 +94,7 @@ def test_update_and_apply_is_step(cpu_mesh, check_vma):
 
     def by_update(params, state, batch):
         grads = jax.grad(linear_loss)(jda.local_params(params, tx), batch)
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.unwrapped().update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     def by_step(params, state, batch):
@@ -143,7 +143,7 @@ def test_reduced_gradients_raise(cpu_mesh, where):
             grads = tx.accumulate(tx.init_grads(params), grads)
         if where == "grad_norm":
             return params, state, tx.grad_norm(grads, state)
-        new, state = getattr(tx, "update" if where == "update" else "step")(grads, state, params)
+        new, state = (tx.unwrapped().update if where == "update" else tx.step)(grads, state, params)
         return new, state, jnp.zeros(())
 
     specs = (P(), tx.state_specs())

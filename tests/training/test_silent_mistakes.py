@@ -223,7 +223,7 @@ def test_skips_in_an_own_loop_keep_the_chain(update):
         grads = jax.grad(plain_loss)(jda.local_params(params, tx), x)
         if not update:
             return tx.step(grads, opt_state, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.unwrapped().update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     own = jax.jit(
