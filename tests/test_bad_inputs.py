@@ -373,7 +373,10 @@ ERRORS = [
     ("a gradient norm for each leaf", lambda: make_tx(max_grad_norm=jnp.ones(2)), jda.HyperparameterError, r"^max_grad_norm: not a single number: got shape \(2,\), expected a scalar"),
     ("buckets of nothing", lambda: make_tx(bucket_bytes=0), jda.HyperparameterError, r"^bucket_bytes: out of range: got 0, expected"),
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
-    ("no room for parts of the state", lambda: make_tx(state_memory="pinned_host", state_buffer_bytes=0), jda.HyperparameterError, r"^state_buffer_bytes: out of range: got 0, expected a finite"),
+    ("no room for parts of the state", lambda: make_tx(state_memory="pinned_host", state_buffer_bytes=0), jda.HyperparameterError, r"^state_buffer_bytes: out of range: got 0, expected a whole number of bytes > 0"),
+    ("a fraction of a byte", lambda: make_tx(state_memory="pinned_host", state_buffer_bytes=1.5), jda.HyperparameterError, r"^state_buffer_bytes: out of range: got 1\.5, expected a whole number of bytes > 0"),
+    ("a number of early updates", lambda: make_tx(early_updates=1), jda.HyperparameterError, r"^early_updates: not a bool: got 1, expected True or False"),
+    ("gradients of no dtype", lambda: jda.MixedPrecisionPolicy(main_grads_dtype=None), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: not a dtype that can be used: got None, expected float32"),
     ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),
     ("a decay of 1", lambda: make_tx(ema_decay=1.0), jda.HyperparameterError, r"^ema_decay: out of range: got 1\.0, expected a Python number above 0 and below 1\. Change ema_decay"),
     ("early updates that are no bool", lambda: make_tx(early_updates="yes"), jda.HyperparameterError, r"^early_updates: .*got 'yes'"),
@@ -796,7 +799,7 @@ def test_there_are_enough_cases_and_each_has_its_own_name():
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), as_params(ERRORS))
-def test_raises_in_words(call, kind, message):
+def test_bad_input_raises_the_expected_message(call, kind, message):
     with pytest.raises(kind, match=message) as caught:
         call()
     assert caught.type is kind
@@ -812,7 +815,7 @@ def test_a_call_that_does_not_fit_raises_in_python(call, message):
 
 
 @pytest.mark.parametrize(("why", "call", "expected"), as_params(ACCEPTED))
-def test_is_accepted_since(why, call, expected):
+def test_unusual_input_is_accepted(why, call, expected):
     assert why
     np.testing.assert_allclose(call(), expected, rtol=1e-5)
 

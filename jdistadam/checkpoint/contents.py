@@ -19,7 +19,7 @@ from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
-from jdistadam.core import trees
+from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.guards import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
@@ -178,7 +178,8 @@ def _whole(name: str, x: Any, **kwargs: Any) -> Group:
         x = _placed(name, x)
     entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
     part = x.sharding.shard_shape(x.shape)
-    return Group([entry], lambda: [x], math.prod(part) * entry.dtype.itemsize)
+    # orbax writes from devices.
+    return Group([entry], lambda: [memory.from_host(x)], math.prod(part) * entry.dtype.itemsize)
 
 
 def _placed(name: str, x: Any) -> jax.Array:
@@ -230,7 +231,8 @@ def described(name: str, x: Any) -> dict[str, Any]:
     """Returns the header's entry of a leaf of an extra tree: its kind, and a value, or a dtype."""
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
         dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has only a name
-        return {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
+        about = {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
+        return about | ({} if x.ndim else {"is_scalar": isinstance(x, np.generic)})
     if isinstance(x, jax.Array) and not trees.is_traced(x):
         return {"kind": "jax"}
     if type(x) in (bool, int, float, str, bytes, type(None)):

@@ -197,7 +197,9 @@ def _value(about: dict[str, Any], found: Any) -> Any:
     """A leaf: an array, or the header's value."""
     if about["kind"] == "numpy":
         x = np.frombuffer(np.asarray(found).tobytes(), np.dtype(about["dtype"]))
-        return x.reshape(about["shape"]).copy()[()]
+        x = x.reshape(about["shape"]).copy()
+        # A header without the entry is of a version that restored np.array(3) as np.int64(3).
+        return x[()] if about.get("is_scalar", True) else x
     if about["kind"] == "bytes":
         return base64.b64decode(about["value"])
     return about.get("value", found)

@@ -17,7 +17,7 @@ from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
-from jdistadam.core import collectives
+from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import BLOCK, Codec
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
@@ -92,15 +92,16 @@ class Request:
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
         """Records that an array is read into ``values``: placed like another one, in its dtype."""
-        found = entry or self.reader.entries[name]
+        found, place = entry or self.reader.entries[name], self.place(like)
 
         def use(arrays: list[jax.Array]) -> None:
+            arrays = [jax.device_put(x, place) for x in arrays]  # a no-op, unless it is on the host
             if found.key is not None:
                 self.values[name] = jax.random.wrap_key_data(arrays[0], impl=found.key)
             else:
                 self.values[name] = _cast(arrays[0], getattr(like, "dtype", found.dtype))
 
-        self.reads.append(Read([(found, self.place(like))], use))
+        self.reads.append(Read([(found, memory.device_sharding(place))], use))
 
     def place(self, like: Any) -> Sharding:
         """Returns the sharding of an array: the template's, else replicated over the mesh."""

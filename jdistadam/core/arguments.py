@@ -66,9 +66,13 @@ _PACKAGE = __name__.partition(".")[0]
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises HyperparameterError unless ``value`` is True or False: "no" would count as yes."""
-    if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
+def check_flag(name: str, value: Any, *, may_be_number: bool = False) -> None:
+    """Raises HyperparameterError unless ``value`` is True or False: "no" would count as yes.
+
+    0 and 1 count too if it ``may_be_number``, as arguments of optax may.
+    """
+    is_number = may_be_number and isinstance(value, int) and value in (0, 1)
+    if not isinstance(value, bool | np.bool_) and not is_number:
         raise HyperparameterError(
             f"{name}: not a bool: got {shown(value)}, expected True or False. Change {name}."
         )

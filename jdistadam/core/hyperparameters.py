@@ -71,7 +71,7 @@ class Hyperparameters:
                 "a number >= 0. Every step climbs the loss; maximise a negated loss instead."
             )
         for name in ("bias_correction", *FLAGS):
-            check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name), may_be_number=True)
         _check("learning_rate", self.learning_rate, math.isfinite, "a finite number or a schedule")
         for name in ("b1", "b2"):
             _check(name, getattr(self, name), lambda x: 0.0 <= x < 1.0, "a number in [0, 1)")

@@ -74,9 +74,7 @@ class MixedPrecisionPolicy:
             object.__setattr__(self, "main_params_dtype", as_given)
         for name in (field.name for field in dataclasses.fields(self)[1:]):
             value = getattr(self, name)
-            if value is None and name.startswith("main_"):
-                value = jnp.float32
-            if value is not None:
+            if value is not None or name == "main_grads_dtype":
                 known = FLOATS + (FLOAT8 if name == "param_comm_dtype" else ())
                 dtype = float_dtype(f"MixedPrecisionPolicy.{name}", value, known)
                 object.__setattr__(self, name, dtype)

@@ -23,7 +23,14 @@ from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import is_shard, leaves_of, plain
-from jdistadam.distributed.state import DIGEST_SIZE, differences, digest_of, known_text, sizes_of
+from jdistadam.distributed.state import (
+    DIGEST_SIZE,
+    changed_dtypes,
+    differences,
+    digest_of,
+    known_text,
+    sizes_of,
+)
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -45,13 +52,14 @@ def check_arguments(
             "Pass policy=jdistadam.MixedPrecisionPolicy(...)."
         )
     check_flag("average_grads", average_grads)
-    numbers = {"bucket_bytes": bucket_bytes, "state_buffer_bytes": state_buffer_bytes}
+    sizes = {"bucket_bytes": bucket_bytes, "state_buffer_bytes": state_buffer_bytes}
+    for name, value in sizes.items():
+        if not (is_real(value) and 0 < value < math.inf and value == int(value)):
+            raise out_of_range(name, value, "a whole number of bytes > 0")
     # An array is a number that inject_hyperparams put into the state: its value is unknown here.
     if max_grad_norm is not None and not isinstance(max_grad_norm, jax.Array):
-        numbers["max_grad_norm"] = max_grad_norm
-    for name, value in numbers.items():
-        if not (is_real(value) and 0 < value < math.inf):
-            raise out_of_range(name, value, "a finite Python number > 0")
+        if not (is_real(max_grad_norm) and 0 < max_grad_norm < math.inf):
+            raise out_of_range("max_grad_norm", max_grad_norm, "a finite Python number > 0")
     if np.shape(max_grad_norm) != ():
         raise HyperparameterError(
             f"max_grad_norm: not a single number: got shape {np.shape(max_grad_norm)}, "
@@ -231,13 +239,20 @@ def check_alive(state: Any, train_state: Any = None) -> None:
             "or make one with TrainState.create(params, tx)."
         )
     looked_at = state.mu if train_state is None else train_state
-    arrays = (x for x in jax.tree.leaves(looked_at) if isinstance(x, jax.Array))
-    if any(x.is_deleted() for x in arrays if not isinstance(x, jax.core.Tracer)):
+    leaves = jax.tree.leaves(looked_at)
+    if (first := next((i for i, x in enumerate(leaves) if _is_deleted(x)), None)) is not None:
+        gone = trees.paths(looked_at, "mu" if train_state is None else "state")[first]
         raise MeshError(
-            "state: its arrays were donated to an earlier step, and are gone: got a state "
-            "that was passed to a step before, expected the state that this step returned. "
+            "state: its arrays were donated to an earlier step, and are gone: got a state whose "
+            f"{gone} was passed to a step before, expected the state that this step returned. "
             "Write state, metrics = step(state, batch); copy a state that you keep."
         )
+
+
+def _is_deleted(x: Any) -> bool:
+    """Whether ``x`` is an array that was donated; False for a tracer."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_array and bool(x.is_deleted())
 
 
 def check_placement(config: DistributedConfig, state: Any) -> None:
@@ -320,6 +335,14 @@ def check_layout_of(
             f"{path}: do not fit the state: got {words[0]}, "
             "expected the paths, shapes and dtypes of the params that the state was made for. "
             "Cast them, or make a new state with TrainState.create."
+        )
+    if text is not None and (changed := changed_dtypes(text, expected)):
+        leaf, was, now = changed[0]
+        raise LayoutError(
+            f"params{leaf}: dtype differs from that for which the state was made: got {now}, "
+            f"expected {was}. If params were put into the state, such as its average, cast them: "
+            "jax.tree.map(lambda x, p: x.astype(p.dtype), new, state.params). To train in another "
+            "dtype: to_optax_state with the optimizer that made the state, then from_optax_state."
         )
     what = "the state of another layout"
     if text is None:

@@ -47,6 +47,7 @@ VERSION = 1
 
 DIGEST_SIZE = 16  # bytes
 _MAX_SHOWN = 3  # differences in one message
+_FOLLOW = ("flat_size", "main_size", "leaves", "buckets")  # from leaves and the rest of a text
 _TEXTS: dict[bytes, str] = {}  # of this process, by digest: errors say how two layouts differ
 
 
@@ -176,9 +177,26 @@ def differences(got: str, expected: str) -> str | None:
     return "; ".join(found[:_MAX_SHOWN]) + more
 
 
+def changed_dtypes(got: str, expected: str) -> list[tuple[str, str, str]]:
+    """Returns path and both dtypes of leaves that differ, if dtypes alone made the layouts differ.
+
+    Example:
+      >>> from jdistadam.distributed.layout import make_layout
+      >>> of = lambda dtype: make_layout([Leaf("params['b']", (3,), dtype, 0)], 2, 1 << 20)
+      >>> changed_dtypes(*(text_of(of(x), (), "float32") for x in ("bfloat16", "float32")))
+      [("['b']", 'bfloat16', 'float32')]
+    """
+    texts = [json.loads(text) for text in (got, expected)]
+    dtypes = [{leaf["path"]: leaf.pop("dtype") for leaf in text["leaves"]} for text in texts]
+    kept = [{k: v for k, v in text.items() if k not in _FOLLOW} for text in texts]
+    if kept[0] != kept[1] or texts[0]["leaves"] != texts[1]["leaves"]:
+        return []
+    mine, like = dtypes
+    return [(path, mine[path], x) for path, x in like.items() if mine[path] != x]
+
+
 def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    follow = ("flat_size", "main_size", "leaves", "buckets")
-    headers = [{k: v for k, v in text.items() if k not in follow} for text in (got, expected)]
+    headers = [{k: v for k, v in text.items() if k not in _FOLLOW} for text in (got, expected)]
     found = _changed(*headers)
     leaves, like = ({x["path"]: x for x in text["leaves"]} for text in (got, expected))
     found += [f"leaf {path} is not expected" for path in leaves if path not in like]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -94,7 +94,7 @@ def _register_as_tree(cls: type[FusedTransformation]) -> None:
     def flatten_with_keys(tx: FusedTransformation) -> tuple[Any, FusedTransformation]:
         return tuple(zip(keys, (*tx, tx.step), strict=True)), tx
 
-    def unflatten(tx: FusedTransformation, functions: Sequence[Any]) -> FusedTransformation:
+    def unflatten(tx: FusedTransformation, functions: Iterable[Any]) -> FusedTransformation:
         return tx._replace(**dict(zip(names, functions, strict=True)))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.codecs import FLOAT32, NOTHING
-from jdistadam.core.trees import Params
+from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
@@ -19,7 +21,7 @@ from jdistadam.distributed.flat_moments import bytes_of_moment
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
-from jdistadam.distributed.state import DIGEST_SIZE
+from jdistadam.distributed.state import DIGEST_SIZE, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.kernels.reference import KINDS, num_runs
 
@@ -32,7 +34,8 @@ class Plan:
 
     Attributes:
       held: Between steps, by name: params, main_params, mu, nu, scalars (count, norm, loss
-        scale, digest of the layout), and ema with ``ema_decay``. Their sum is what a compiled
+        scale, digest of the layout), ema with ``ema_decay``, and what a chain and
+        ``inject_hyperparams`` add. Their sum is what a compiled
         ``train_step`` takes besides the batch, returns besides the metrics, and updates in place.
         Excludes arrays on the host.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
@@ -119,7 +122,22 @@ def plan(
     schedule = tx.config.schedule(
         whole, accumulate_steps=accumulate_steps, in_train_step=in_train_step
     )
-    return plan_of(tx.config, schedule, accumulate_steps=accumulate_steps)
+    found = plan_of(tx.config, schedule, accumulate_steps=accumulate_steps)
+    if is_distributed_state(tx.state_specs()):
+        return found
+    others = _bytes_of_others(jax.eval_shape(tx.init, params))
+    return dataclasses.replace(found, held=found.held | others)
+
+
+def _bytes_of_others(opt_state: OptState) -> dict[str, int]:
+    """The bytes of what a chain and ``inject_hyperparams`` add to a state, on every device."""
+    added = [
+        part
+        for part in jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
+        if not is_distributed_state(part)
+    ]
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in added)
+    return {"chain and hyperparameters": size} if size else {}
 
 
 def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -179,15 +180,19 @@ def flattened(step: Any) -> Any:
 _INJECTED = optax.InjectStatefulHyperparamsState  # the state of ``inject_hyperparams``
 
 
-def with_numbers_as_arrays(state: TrainState, mesh: Mesh) -> TrainState:
+def with_numbers_as_arrays(
+    state: TrainState, mesh: Mesh, returned: Sequence[Any] = ()
+) -> TrainState:
     """Returns a state whose hyperparameters are replicated arrays: the same state if they are.
 
     A Python number, or an array on one device, is an argument of another type than the one that the
-    step returned, and would compile the step again.
+    step returned, and would compile the step again. An array that a user set is copied: a step
+    donates its arrays, and the user may set this one again.
 
     Args:
       state: A train state. Its params stay the same arrays, so that a step recognizes them.
       mesh: The mesh.
+      returned: The arrays of the state that a step returned, which need no copy.
 
     Raises:
       HyperparameterError: A hyperparameter is not one number.
@@ -195,13 +200,18 @@ def with_numbers_as_arrays(state: TrainState, mesh: Mesh) -> TrainState:
     # The first test is free, and enough for most states.
     if is_distributed_state(state.opt_state) or not trees.parts_of(state.opt_state, _INJECTED):
         return state
-    replicated = NamedSharding(mesh, P())
+    replicated, known = NamedSharding(mesh, P()), {id(x) for x in returned}
+
+    def as_array(name: str, x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and id(x) not in known and not isinstance(x, jax.core.Tracer):
+            x = jnp.copy(x)
+        return _as_array(name, x, replicated)
 
     def as_arrays(part: Any) -> Any:
         if not isinstance(part, _INJECTED):
             return part
         items = part.hyperparams.items()
-        return part._replace(hyperparams={k: _as_array(k, x, replicated) for k, x in items})
+        return part._replace(hyperparams={k: as_array(k, x) for k, x in items})
 
     is_part = lambda x: isinstance(x, (_INJECTED, DistributedState))  # noqa: E731
     opt_state = jax.tree.map(as_arrays, state.opt_state, is_leaf=is_part)

@@ -20,7 +20,12 @@ from jdistadam.distributed.checks import (
     check_options,
     check_placement,
 )
-from jdistadam.distributed.main_params import paths_that_differ, with_main_params, with_new_ema
+from jdistadam.distributed.main_params import (
+    is_average,
+    paths_that_differ,
+    with_main_params,
+    with_new_ema,
+)
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
@@ -44,7 +49,8 @@ class TrainState:
 
     The optimizer updates the main parameters in ``opt_state``; ``params`` are rounded copies of
     them. To give a state other parameters use ``replace(params=..., tx=tx)`` or
-    ``reload_main_params``; ``train_step`` raises if params were changed in another way.
+    ``reload_main_params``; ``train_step`` raises if params were changed in another way and main
+    parameters, or an average, show it.
 
     Attributes:
       params: The params of the model; shards of large ones under "optim_grads_params".
@@ -113,7 +119,9 @@ class TrainState:
                 "params: the optimizer would continue from its own main parameters, and these "
                 "would be lost: "
                 "got new params and no tx, expected state.replace(params=..., tx=tx). "
-                "Pass the optimizer, or call reload_main_params(state, tx)."
+                "Pass the optimizer, whose main parameters then take these values. To evaluate "
+                "other params, such as an average, write dataclasses.replace(state, params=...): "
+                "docs/evaluation.md."
             )
         if "opt_state" not in changes:
             keep_memory(self, new)
@@ -304,10 +312,19 @@ def replicated_extras(state: TrainState, tx: DistributedTransformation) -> Train
 def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
     """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
 
-    Compares values, for states of unknown origin.
+    Also if they are the average. Compares values, for states of unknown origin.
     """
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
-    if paths := paths_that_differ(tx.config, layout, specs, state.params, state.opt_state):
+    given = tx.config, layout, specs, state.params, state.opt_state
+    if is_average(*given):
+        raise LayoutError(
+            "params: equal to the moving average, rounded: they would be trained in place of those "
+            "of the last step: got params that were put into the state, expected those that "
+            "train_step returned. Only evaluate a state with averaged parameters, and train the "
+            "state that train_step returned; to train the average, or params that never changed, "
+            "call reload_main_params(state, tx)."
+        )
+    if paths := paths_that_differ(*given):
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
         raise LayoutError(
             f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "

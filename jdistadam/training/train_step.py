@@ -200,7 +200,7 @@ class TrainStep:
             agree(self.tx.config, state.params, functools.partial(self.lower, state, batch))
             self._has_agreed = True
         apart_already = returned_arrays(state)
-        state = with_numbers_as_arrays(state, self.tx.config.mesh)
+        state = with_numbers_as_arrays(state, self.tx.config.mesh, apart_already)
         if known is not None and is_ours:
             digest = known.digest
         else:

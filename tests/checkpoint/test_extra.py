@@ -22,7 +22,7 @@ VALUES = {
     "bytes": bytes(range(256)), "no bytes": b"", "none": None,
 }  # fmt: skip
 NUMPY = {
-    "int64": np.array([2**60, -1]), "float64": np.array([[1 / 3, np.nan, -0.0]]), "scalar": np.uint64(2**63 + 1),
+    "int64": np.array([2**60, -1]), "float64": np.array([[1 / 3, np.nan, -0.0]]), "scalar": np.uint64(2**63 + 1), "no dimensions": np.array(3),
     "bool": np.array([True, False]), "complex": np.array([1 + 2j]), "text": np.array(["a", "bcd"]), "none": np.zeros((0, 3)),
     "bfloat16": np.arange(5).astype(ml_dtypes.bfloat16), "float8": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
     "time": np.array(["2025-01-02"], "M8[s]"), "not contiguous": np.arange(12.0).reshape(3, 4).T, "other order": np.arange(3, dtype=">i4"),
@@ -63,6 +63,16 @@ def test_values_come_back_as_what_they_were(tmp_path, values):
     x += 1  # its own, and not of what was read
 
 
+def test_arrays_in_host_memory_come_back_there(tmp_path):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    extra = {"x": jax.device_put(jnp.arange(7.0), place)}
+    jda.save(tmp_path, state_of(), extra=extra)
+    for like, kind in ((None, "device"), (extra, "pinned_host")):
+        got = jda.restore_extra(tmp_path, like)
+        assert_same(got, extra)
+        assert got["x"].sharding.memory_kind == kind
+
+
 def test_jax_arrays_come_back_on_another_mesh(tmp_path):
     """Beside a distributed state, whose restore knows nothing of them; in a tree of any nodes."""
     rows = jnp.arange(48.0, dtype=jnp.bfloat16).reshape(16, 3) / 7
@@ -91,12 +101,12 @@ def test_jax_arrays_come_back_on_another_mesh(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [7, np.arange(3), {"data": {"epoch": 2}}, "text"])
-def test_trees_without_like(tmp_path, extra):
+def test_restore_extra_without_like_returns_the_same_tree(tmp_path, extra):
     jda.save(tmp_path, state_of(), extra=extra)
     assert_same(jda.restore_extra(tmp_path), extra)
 
 
-def test_what_is_written_in_the_background_may_change(tmp_path):
+def test_extra_may_change_while_it_is_written(tmp_path):
     """Arrays in place, and donated ones; each step with its own, and the newest is restored."""
     position, add = np.arange(3), jax.jit(lambda x: x + 1, donate_argnums=0)
     seen = jnp.zeros(5)
@@ -124,7 +134,7 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-def test_like_must_be_as_what_was_saved(tmp_path):
+def test_like_that_differs_from_the_saved_tree_raises(tmp_path):
     jda.save(tmp_path, state_of(), extra=SAVED)
     assert_same(jda.restore_extra(tmp_path, SAVED | {"d": 9}), SAVED)
     for _, change, error, message in DIFFERENT[1:]:
@@ -133,7 +143,7 @@ def test_like_must_be_as_what_was_saved(tmp_path):
             jda.restore_extra(tmp_path, like)
 
 
-def test_none_was_saved(tmp_path):
+def test_checkpoint_without_extra_raises(tmp_path):
     state = state_of()
     jda.save(tmp_path, state)
     message = (
@@ -176,7 +186,7 @@ def test_a_traced_leaf_is_named(tmp_path):
         save(1.0)
 
 
-def test_a_field_and_an_extra_of_one_name(tmp_path):
+def test_extra_with_the_name_of_a_field_raises(tmp_path):
     state = state_of() | {"extra": {"a": jnp.zeros(2)}}
     with pytest.raises(
         jda.TreeError, match=r"extra\['a'\]: two arrays of the state have this name"
@@ -186,7 +196,7 @@ def test_a_field_and_an_extra_of_one_name(tmp_path):
     assert jda.restore(tmp_path, state)["extra"]["a"].tolist() == [0, 0]
 
 
-def test_damage_is_found(tmp_path):
+def test_damaged_extra_raises(tmp_path):
     """A value in the header, the dtype of numpy's bytes, and bits of either array."""
     extra = {"epoch": 3, "rows": np.arange(1000), "seen": jnp.arange(1000.0) / 7}
     jda.save(tmp_path, state_of(), extra=extra)

@@ -64,7 +64,7 @@ def test_chains_nest_and_pass_extra_arguments():
     assert seen == [{"value": 3}] * 2 + [{"value": 4}] * 2
 
 
-def test_chain_raises_for_what_would_go_wrong(cpu_mesh):
+def test_wrong_chains_and_states_raise(cpu_mesh):
     main = jda.fused_adamw(1e-3, main_params_dtype=jnp.float32)
     with pytest.raises(
         jda.PolicyError, match="chain, transformation 0: params must follow its main"
@@ -144,7 +144,7 @@ def after_a_step(mesh, *transformations, **kwargs):
     return jda.to_optax_state(state, tx)[:2]
 
 
-def test_what_reads_params_sees_all_of_them_or_raises(cpu_mesh):
+def test_transformations_that_read_params_see_whole_ones_or_raise(cpu_mesh):
     """Whole ones as one device does; strategies that shard params raise when the chain is made."""
     got, want = (
         after_a_step(cpu_mesh(n), scaled(by_sum), sharding_strategy="optim_grads") for n in (8, 1)
@@ -162,7 +162,7 @@ def test_what_reads_params_sees_all_of_them_or_raises(cpu_mesh):
 
 @pytest.mark.parametrize("kwargs", SHARDED)
 @often(lambda kwargs: kwargs["reshard_after_forward"])
-def test_what_looks_at_shapes_of_params_sees_unsharded_ones(cpu_mesh, kwargs):
+def test_transformations_see_shapes_of_unsharded_params(cpu_mesh, kwargs):
     mixed = optax.masked(scaled(by_size), {name: name != "scalar" for name in random_params()})
     got, want = (after_a_step(cpu_mesh(n), mixed, **kwargs) for n in (8, 1))
     assert_trees_same_bits(got, want)
@@ -183,7 +183,7 @@ def test_every_piece_of_a_distributed_chain_agrees(cpu_mesh, check_vma):
         out = []
         for given in (grads, acc):
             new, after = tx.step(given, state, params)
-            updates, other = tx.update(given, state, params)
+            updates, other = tx.unwrapped().update(given, state, params)
             applied = optax.apply_updates(params, updates)
             norms = tx.grad_norm(given, state), after[1].grad_norm, other[1].grad_norm
             out.append((new, applied, jnp.stack(norms)))

@@ -51,7 +51,7 @@ def numbers_of_step(i):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("strategy", list(SETTINGS))
 @often(lambda strategy, dtype: (strategy, dtype) == ("optim", BF16))
-def test_numbers_in_the_state_are_those_of_the_step(cpu_mesh, strategy, dtype):
+def test_step_uses_the_hyperparameters_in_the_state(cpu_mesh, strategy, dtype):
     """Four steps, all numbers changed before each: the bits of an optimizer made with them.
 
     That one is made within a program that takes the numbers as operands. Sums are exact.
@@ -158,7 +158,7 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was(cpu_mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @often(lambda check_vma: check_vma)
-def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):
+def test_injected_hyperparameters_work_in_custom_loops_and_chains(cpu_mesh, check_vma):
     """A custom training loop takes the state of a chain, with numbers changed outside of it."""
     make = functools.partial(jda.distributed_fused_adamw, mesh=cpu_mesh(2), b1=0.5, b2=0.25)
     inject = jda.inject_hyperparams(make)
@@ -196,7 +196,7 @@ def test_in_a_shard_map_and_in_a_chain(cpu_mesh, check_vma):
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @often(lambda strategy: strategy == "optim_grads_params")
-def test_conversions_and_the_audit(cpu_mesh, strategy):
+def test_injected_states_pass_the_audit_and_convert_to_optax_and_back(cpu_mesh, strategy):
     """The state of optax's injection and back, onto another mesh; the next steps are the same."""
     inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
     tx = inject(**HYPER, mesh=cpu_mesh(8), sharding_strategy=strategy)
@@ -223,7 +223,7 @@ def test_conversions_and_the_audit(cpu_mesh, strategy):
     assert moved.opt_state.hyperparams.keys() == state.opt_state.hyperparams.keys()
 
 
-def test_the_learning_rate_of_every_kind_of_optimizer(cpu_mesh):
+def test_metrics_report_the_learning_rate_of_every_optimizer(cpu_mesh):
     """Of the step that was taken: a number, a schedule, beside groups and in a chain."""
     mesh, loss = cpu_mesh(2), lambda params, x: jnp.sum(params["w"] * jnp.mean(x))
     schedule = optax.linear_schedule(0.5, 0.0, 4)
@@ -246,7 +246,24 @@ def test_the_learning_rate_of_every_kind_of_optimizer(cpu_mesh):
         assert got == want
 
 
-def test_what_is_wrong_is_loud(cpu_mesh):
+def test_arrays_set_as_hyperparameters_stay_valid(cpu_mesh):
+    """A step donates its state, but not the array that a user sets again and again."""
+    mesh, loss = cpu_mesh(4), lambda params, x: jnp.sum(params["w"]) * jnp.mean(x)
+    tx = jda.distributed(jda.inject_hyperparams(jda.fused_adamw)(1.0), mesh=mesh)
+    state, step = jda.TrainState.create({"w": jnp.ones(512)}, tx), jda.train_step(loss, tx)
+    rates = [
+        jnp.float32(0.25),
+        jax.device_put(jnp.float32(0.5), jax.NamedSharding(mesh, P())),
+        jax.device_put(jnp.float32(0.125), mesh.devices.flat[-1]),
+    ]
+    for i in range(9):
+        state.opt_state.hyperparams["learning_rate"] = rates[i % 3]
+        state, metrics = step(state, np.ones((4, 3), np.float32))
+        assert float(metrics["learning_rate"]) == float(rates[i % 3])
+    assert [float(x) for x in rates] == [0.25, 0.5, 0.125]
+
+
+def test_wrong_hyperparameters_raise(cpu_mesh):
     inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
     mesh = cpu_mesh(2)
     with pytest.raises(jda.HyperparameterError, match=r"b2: out of range: got 1.5"):
@@ -283,7 +300,7 @@ def test_what_is_wrong_is_loud(cpu_mesh):
         step(plain, x)
 
 
-def test_its_state_has_specs(cpu_mesh):
+def test_state_specs_include_injected_hyperparameters(cpu_mesh):
     tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-3, mesh=cpu_mesh(2))
     specs = tx.state_specs()
     assert specs.hyperparams == P() and specs.inner_state.mu == P("data")

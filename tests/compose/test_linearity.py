@@ -51,7 +51,7 @@ def test_linear_transformations_are_found(name):
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_others_raise_before_a_distributed_optimizer(cpu_mesh, name):
+def test_nonlinear_transformations_raise_before_a_distributed_optimizer(cpu_mesh, name):
     """When the chain is made, and where the tree must be known first, when the state is made."""
     with pytest.raises(
         jda.PolicyError, match=r"chain, transformation 1: it would see each device's gradients"

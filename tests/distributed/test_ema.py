@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support import exact_steps
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
 from support.exact_sums import HYPER, linear_loss, random_params
-from support.model_axes import mesh_of
 from support.samples import often
 
 DECAY = 0.9
@@ -70,7 +68,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_against_float64_and_the_bits_of_one_device(place, on_one_device):
+def test_average_follows_float64_and_has_the_bits_of_one_device(place, on_one_device):
     tx = make_tx(place)
     state, seen = trained(tx)
     average = jda.ema_params(state, tx)
@@ -82,21 +80,7 @@ def test_against_float64_and_the_bits_of_one_device(place, on_one_device):
     assert sum(jda.plan(state.params, tx).held.values()) == bytes_held
 
 
-@pytest.mark.parametrize("policy", ["remainder16", "none", "8 bits"])
-@often(lambda policy: policy == "8 bits")
-def test_of_16_bit_params(policy):
-    """Remainders, no main parameters, and moments in codes rounded stochastically; in micro-batches."""
-    # The gradients are bfloat16, whose sums on a device are rounded: as many devices round alike.
-    found = []
-    for place in ("flat-optim", "twice-optim_grads_params"):
-        tx = make_tx(place, policy)
-        state, seen = trained(tx, policy, micro=3)
-        assert_average(jda.ema_params(state, tx), seen)
-        found.append(everything(state, tx))
-    assert_trees_same_bits(*found, policy)
-
-
-def test_groups_a_chain_and_injected_numbers():
+def test_average_works_with_groups_chains_and_injected_hyperparameters():
     """What is frozen is its own average, of its dtype's values."""
     chosen = dict(param_labels=LABELS, groups=GROUPS, adam=jda.inject_hyperparams(jda.fused_adamw))
     tx = jda.chain(optax.scale(0.5), make_tx("hybrid-optim", "none", **chosen))
@@ -104,33 +88,6 @@ def test_groups_a_chain_and_injected_numbers():
     average = jda.ema_params(state, tx)
     assert_average(average, seen)
     assert np.array_equal(average["small"], seen[0]["small"].astype(np.float32))
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@often(lambda strategy: strategy == "optim_grads_params")
-def test_over_a_model_axis(strategy):
-    specs = {"w": P(None, "model"), "b": P("model"), "s": P()}
-    shapes = {"w": (64, 512), "b": (64,), "s": (40,)}
-    tx = jda.distributed(
-        jda.fused_adamw(**HYPER), mesh=mesh_of("4x2"), param_specs=specs, ema_decay=DECAY,
-        sharding_strategy=strategy, max_grad_norm=1.0,
-    )  # fmt: skip
-    params = {
-        k: np.cos(np.arange(np.prod(s), dtype=np.float32)).reshape(s) for k, s in shapes.items()
-    }
-    state, seen = jda.TrainState.create(params, tx), [params]
-    step = jda.train_step(
-        lambda p, x: jnp.mean(jnp.sin(x @ p["w"])) + jnp.sum(p["b"] ** 2) + jnp.mean(p["s"]), tx
-    )
-    for i in range(10):
-        x = np.random.default_rng(i).normal(size=(8, 64)).astype(np.float32)
-        state, _ = step(state, x)
-        seen.append(copy.deepcopy(jda.main_params(state.params, state.opt_state, tx)))
-    average = jda.ema_params(state, tx)
-    assert_average(average, seen)
-    # And through optax's form onto the same mesh.
-    again = jda.from_optax_state(*everything(state, tx)[:2], tx, everything(state, tx)[2])
-    assert_trees_same_bits(jda.ema_params(again, tx), average)
 
 
 def test_a_skipped_step_changes_no_bit():
@@ -142,7 +99,7 @@ def test_a_skipped_step_changes_no_bit():
     assert_trees_same_bits(np.asarray(state.opt_state.ema), before)
 
 
-def test_what_does_not_change_does_not_move():
+def test_average_of_constant_params_stays_constant():
     """The weights of old and new would not add up to 1 in float32."""
     tx = jda.distributed(
         jda.fused_adamw(0.0), mesh=exact_steps.make_mesh(**exact_steps.ONE), ema_decay=0.7
@@ -151,35 +108,7 @@ def test_what_does_not_change_does_not_move():
     assert_trees_same_bits(jda.ema_params(state, tx), random_params())
 
 
-def test_over_peer_memory():
-    found = []
-    for means in ("xla", "peer"):
-        tx = make_tx("flat-optim", communication=means, policy="sums")
-        found.append(everything(trained(tx)[0], tx))
-    assert_trees_same_bits(*found)
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "policy"),
-    [
-        ("twice-optim_grads", "flat-optim_grads_params", "remainder16"),
-        ("one device", "tuple-optim_grads_params", "float32"),
-    ],
-)
-@pytest.mark.slow  # with a guard beside it always: in test_norm_guard.py
-def test_saved_and_resumed_on_another_mesh(tmp_path, here, there, policy):
-    """Bit for bit what it was, and after more steps what never stopped has."""
-    old, new = make_tx(here, policy), make_tx(there, policy)
-    state, _ = trained(old, policy)
-    jda.save(tmp_path, state, old)
-    shapes = jda.TrainState.shapes(jax.eval_shape(lambda: state.params), new)
-    restored = jda.restore(tmp_path, shapes, new)
-    assert_trees_same_bits(everything(restored, new), everything(state, old))
-    more = [last(tx, x, batches(3, seed=9)) for tx, x in ((old, state), (new, restored))]
-    assert_trees_same_bits(everything(more[1], new), everything(more[0], old))
-
-
-def test_checkpoints_with_and_without_an_average(tmp_path):
+def test_checkpoint_without_an_average_raises_unless_it_begins_anew(tmp_path):
     """An older one says what to do; then the average begins with the parameters."""
     plain, tx = (
         make_tx("flat-optim", "remainder16", ema_decay=None),
@@ -214,7 +143,7 @@ def test_checkpoints_with_and_without_an_average(tmp_path):
     assert_trees_same_bits(mixed["rows"], jda.ema_params(new, tx)["rows"])
 
 
-def test_neither_it_nor_a_guard_becomes_a_number_of_the_state():
+def test_ema_decay_and_norm_guard_are_not_injected():
     make = jda.inject_hyperparams(jda.distributed_fused_adamw)
     mesh, guard = exact_steps.make_mesh(**exact_steps.ONE), jda.NormGuard(max_norm=1e9)
     tx = make(1e-3, mesh=mesh, ema_decay=DECAY, norm_guard=guard)
@@ -223,7 +152,7 @@ def test_neither_it_nor_a_guard_becomes_a_number_of_the_state():
     assert int(state.opt_state.inner_state.guard.steps) == 1
 
 
-def test_it_is_evaluated_and_stays_when_params_are_loaded():
+def test_average_can_be_evaluated_and_survives_loading_params():
     tx = make_tx("tuple-optim_grads_params", "remainder16")
     state, seen = trained(tx, "remainder16")
     average = jda.ema_params(state, tx)
@@ -240,7 +169,7 @@ def test_it_is_evaluated_and_stays_when_params_are_loaded():
         jda.from_optax_state(main, adam, tx, extra._replace(ema=extra.ema | {"rows": np.zeros(3)}))
 
 
-def test_of_fused_adamw_by_optax():
+def test_optax_incremental_update_of_fused_adamw_follows_float64():
     """The composition that docs/evaluation.md shows."""
     tx, params = jda.fused_adamw(**HYPER), {"w": jnp.linspace(-1, 1, 300)}
 
@@ -257,7 +186,55 @@ def test_of_fused_adamw_by_optax():
     assert_average(average, seen)
 
 
-def test_without_it_nothing_is_added():
+def test_state_without_ema_decay_holds_no_average():
     tx = make_tx("hybrid-optim", ema_decay=None)
     assert first_state(tx).opt_state.ema is None and tx.state_specs().ema is None
     assert "ema" not in jda.plan(random_params(), tx).held
+
+
+@pytest.mark.parametrize("policy", ["float32", "remainder16", "none"])
+@pytest.mark.parametrize("place", ["one device", "flat-optim", "twice-optim_grads_params"])
+@often(
+    lambda place, policy: (
+        (place, policy)
+        in (
+            ("one device", "none"),
+            ("flat-optim", "remainder16"),
+            ("twice-optim_grads_params", "none"),
+        )
+    )
+)
+def test_training_on_the_average_raises(place, policy):
+    tx = make_tx(place, policy)
+    state, _ = trained(tx, policy)
+    average = jax.tree.map(lambda x, p: x.astype(p.dtype), jda.ema_params(state, tx), state.params)
+    evaluated = dataclasses.replace(state, params=average)
+    step = jda.train_step(linear_loss, tx)
+    batch = next(batches())
+    jda.eval_step(linear_loss, tx)(evaluated, batch)
+    with pytest.raises(
+        jda.LayoutError, match=r"^params: equal to the moving average.*Only evaluate"
+    ):
+        step(evaluated, batch)
+    # States of the same values but unknown origin go on: a copy of all arrays, and as they began.
+    first = first_state(tx, policy)
+    for same in (first, state):
+        step(jax.tree.map(jnp.copy, same), batch)
+    count = int(state.step)
+    reloaded, _ = step(jda.reload_main_params(evaluated, tx), batch)
+    assert int(reloaded.step) == count + 1
+
+
+def test_errors_say_how_to_evaluate_an_average():
+    """A model of 16 bits needs a cast; only dataclasses.replace leaves the main parameters alone."""
+    tx = make_tx("flat-optim", "remainder16")
+    state = first_state(tx, "remainder16")
+    average = jda.ema_params(state, tx)
+    evaluate = jda.eval_step(linear_loss, tx)
+    with pytest.raises(
+        jda.LayoutError,
+        match=r"^params\['\w+'\]: dtype differs .* got float32, expected bfloat16\. .*astype",
+    ):
+        evaluate(dataclasses.replace(state, params=average), next(batches()))
+    with pytest.raises(jda.TreeError, match=r"To evaluate .*, write dataclasses\.replace"):
+        state.replace(params=average)

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdistadam as jda
@@ -54,7 +55,7 @@ def prepare(h200s, where, strategy, policy):
 
 
 @pytest.mark.parametrize(("where", "strategy", "policy"), MARKED)
-def test_what_is_held_is_exact(h200s, where, strategy, policy):
+def test_planned_bytes_between_steps_are_exact(h200s, where, strategy, policy):
     """Arguments, results and what of them is updated in place, of a whole train_step."""
     tx, params, params_there, state, _ = prepare(h200s, where, strategy, policy)
     batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
@@ -73,7 +74,7 @@ def test_what_is_held_is_exact(h200s, where, strategy, policy):
 
 
 @pytest.mark.parametrize(("where", "strategy", "policy"), MARKED)
-def test_buffers_are_an_upper_bound(h200s, where, strategy, policy):
+def test_planned_buffers_are_an_upper_bound(h200s, where, strategy, policy):
     """Temporary bytes of the step alone, on given gradients: at most the listed ones plus 1 %."""
     tx, params, params_there, state, specs = prepare(h200s, where, strategy, policy)
     spec = tx.config.parallel.batch_spec
@@ -105,6 +106,20 @@ def test_sums_of_gradients_are_planned():
         sums[strategy] = jda.plan(params, tx, accumulate_steps=2).sums
     whole = 1024 * 64 * 4
     assert sums == dict(zip(STRATEGIES, (whole, whole, whole // 8, whole // 8), strict=True))
+
+
+@pytest.mark.parametrize("made", ["alone", "hyperparameters", "chain"])
+def test_held_bytes_are_those_of_the_state(made):
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
+    adam = jda.fused_adamw if made == "alone" else jda.inject_hyperparams(jda.fused_adamw)
+    tx = jda.distributed(adam(1e-3), mesh=mesh, max_grad_norm=1.0, loss_scale=1.0)
+    if made == "chain":
+        tx = jda.chain(optax.scale_by_schedule(lambda count: 0.5), tx)
+    state = jda.TrainState.create({"w": jnp.zeros((1024, 8)), "b": jnp.zeros(3)}, tx)
+    held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state))
+    planned = jda.plan(state.params, tx)
+    assert planned.held_bytes == held
+    assert ("chain and hyperparameters" in planned.held) == (made != "alone")
 
 
 def test_the_plan_prints_what_it_holds():
