@@ -41,7 +41,8 @@ def accuracy(model, params, stats, images, labels):
     return float(np.mean(np.argmax(predict(images), 1) == labels))
 
 
-def main():
+def main(argv=None):
+    """Trains as the command line says; returns the losses and the last state."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +51,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64, help="images per step, over all devices")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--strategy", default="optim")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     config = resnet.PRESETS[args.preset]
     dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     model = resnet.ResNet(config, jnp.dtype(dtype))
@@ -72,18 +73,20 @@ def main():
     state = jda.TrainState.create(params, tx, model_state=stats)
 
     step = jda.train_step(loss, tx)
-    rng = np.random.default_rng(1)
+    rng, losses = np.random.default_rng(1), []
     began = time.perf_counter()
     for i in range(args.steps):
         rows = rng.choice(len(train[1]), args.batch, replace=False)
         state, metrics = step(state, {"image": train[0][rows], "label": train[1][rows]})
+        losses.append(metrics["loss"])
         if i % max(1, args.steps // 10) == 0 or i == args.steps - 1:
-            print(f"step {i + 1:4d}  loss {float(metrics['loss']):.4f}", flush=True)
+            print(f"step {i + 1:4d}  loss {float(losses[-1]):.4f}", flush=True)
     rate = args.steps * args.batch / (time.perf_counter() - began)
     print(f"{rate:,.0f} images/s, with compiling")
     if test is not None:
         whole = jda.full_params(state, tx)
         print(f"test accuracy {accuracy(model, whole, state.model_state, *test):.3f}")
+    return losses, state
 
 
 if __name__ == "__main__":

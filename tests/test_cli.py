@@ -59,7 +59,7 @@ def test_info_says_why_a_backend_is_missing(monkeypatch, capsys):
         ("compute_90", "9.0", "compute_90"),
     ],
 )
-def test_code_that_a_gpu_runs(monkeypatch, capsys, held, capability, code):
+def test_info_names_the_code_that_a_gpu_runs(monkeypatch, capsys, held, capability, code):
     """As CUDA's guide has it: machine code within a major number, PTX for all that is newer."""
     assert native.code_that_runs(f"nvcc 13.0.88, {held}", capability) == code
     gpu = types.SimpleNamespace(
@@ -150,7 +150,7 @@ def test_unknown_commands_and_options_raise(capsys):
     assert "--nonsense" in error_of(capsys, "plan", "--nonsense")
 
 
-def test_the_version(capsys):
+def test_version_option_prints_the_version(capsys):
     with pytest.raises(SystemExit) as end:
         __main__.main(["--version"])
     assert end.value.code == 0
@@ -295,7 +295,7 @@ def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
     assert lines[2] == "devices             8"
 
 
-def test_plan_says_by_which_means(small, capsys):
+def test_plan_prints_the_transport_and_why(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "8"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "communication: xla (grad_reduce_dtype None)"
@@ -305,12 +305,12 @@ def test_plan_says_by_which_means(small, capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "audit"])
-def test_without_replicas_there_is_no_axis_of_them(small, capsys, command):
+def test_output_without_replicas_names_no_replica_axis(small, capsys, command):
     assert __main__.main([command, *small]) == 0
     assert "replica" not in capsys.readouterr().out
 
 
-def test_plan_of_stacked_layers(monkeypatch, capsys):
+def test_plan_sends_stacked_layers_one_by_one(monkeypatch, capsys):
     """What is sent of them is sent once for each layer."""
     shapes = {"layers/w": (6, 256, 512), "head": (512, 64)}
     monkeypatch.setitem(bench.TREES, "small", shapes)
@@ -325,7 +325,7 @@ def test_plan_of_stacked_layers(monkeypatch, capsys):
     assert "TreeError: --stacked: selects no leaf" in err and "or leave --stacked out" in err
 
 
-def test_plan_of_a_million_devices(small, capsys):
+def test_plan_works_for_a_million_devices(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "1000000", "--replicas", "10"]) == 0
     assert "1000000, as 10 replicas of 100000" in capsys.readouterr().out
 
@@ -412,7 +412,7 @@ def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
         ('{"w": [0, 9223372036854775808]}', "fewer than 2**63 elements"),
     ],
 )
-def test_a_file_of_another_form_raises(tmp_path, capsys, content, said):
+def test_malformed_tree_file_raises(tmp_path, capsys, content, said):
     path = tmp_path / "shapes.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for command in ("plan", "audit"):
@@ -458,7 +458,7 @@ def test_audit_on_one_device_has_nothing_to_check(monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("found", "widened", "code"), [(8, False, 0), (0, True, 0), (0, False, 1)])
-def test_the_exit_code_of_an_audit(monkeypatch, small, capsys, found, widened, code):
+def test_audit_exits_with_1_if_not_as_planned(monkeypatch, small, capsys, found, widened, code):
     row = audit.AuditRow("all-gather", "bfloat16", 2, 8, 0, found, 0, widened)
     result = audit.Audit((row,), 1, 2, None)
     monkeypatch.setattr(audit, "audit", lambda *args: result)
@@ -467,7 +467,7 @@ def test_the_exit_code_of_an_audit(monkeypatch, small, capsys, found, widened, c
 
 
 @pytest.mark.parametrize("command", ["audit", "bench"])
-def test_no_device_is_one_line(monkeypatch, capsys, command):
+def test_missing_device_prints_a_message_instead_of_a_traceback(monkeypatch, capsys, command):
     def broken():
         raise RuntimeError("Unable to initialize backend 'cuda':\nno GPU")
 
@@ -476,7 +476,7 @@ def test_no_device_is_one_line(monkeypatch, capsys, command):
     assert "JAX finds no device: RuntimeError Unable to initialize" in err and "no GPU" in err
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_closed_pipe_prints_no_error():
     """As `jdistadam plan | head -1` does, here before the first line."""
     reading, writing = os.pipe()
     os.close(reading)

@@ -269,7 +269,7 @@ def test_peer_memory_is_for_a_node_and_for_who_did_not_say_xla():
         ("collective-permute", 8, 1, 4.0 + 0.1 + 0.02),
     ],
 )
-def test_time_of_a_collective(op, devices, per_node, expected):
+def test_time_of_a_collective_follows_the_formula(op, devices, per_node, expected):
     machine = dataclasses.replace(ROUND, latency=0.1, link_hop=0.01, network_hop=0.02)
     found = machine.seconds(op, 1e8, devices=devices, per_node=per_node)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -279,7 +279,7 @@ def test_time_of_a_collective(op, devices, per_node, expected):
         np.testing.assert_allclose(three - found, 2 * alone, rtol=1e-9)
 
 
-def test_how_many_of_a_group_share_a_node():
+def test_members_per_node_counts_devices_of_a_group():
     parallel = make(numbers(6, 4)).config.parallel
     groups = [("data",), ("replica",), ("replica", "data")]
     for per_node, expected in [(8, [4, 2, 8]), (4, [4, 1, 4]), (2, [2, 1, 2]), (16, [4, 2, 8])]:
@@ -292,7 +292,9 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("policy", [BF16, SUMS], ids=["bfloat16", "sums"])
 @pytest.mark.parametrize("per_replica", [None, 4])
-def test_what_holds_of_every_prediction(strategy, policy, per_replica):
+def test_predictions_agree_with_the_plan_and_faster_hardware_is_faster(
+    strategy, policy, per_replica
+):
     tree = shapes((4096, 512), (512, 4096), (100,))
     predict_all = functools.partial(
         scaling, tree, functools.partial(make, policy=policy, sharding_strategy=strategy),
@@ -326,7 +328,7 @@ def test_what_holds_of_every_prediction(strategy, policy, per_replica):
         assert any(a.time.step < b.time.step for a, b in zip(faster, slow, strict=True)), name
 
 
-def test_time_of_the_model_by_operations():
+def test_model_time_is_operations_over_flops():
     tree = shapes((1000, 1000))
     rows = [
         scaling(tree, make, ROUND, tokens=500, flops=1e12, recomputes=x, devices=(2,)).rows[0]
@@ -353,7 +355,7 @@ def test_time_of_the_model_by_operations():
         ({"make_tx": lambda mesh: make(numbers(3))}, MeshError, "got a mesh of {'data': 3}, expected"),
     ],
 )  # fmt: skip
-def test_wrong_arguments(changed, error, message):
+def test_wrong_arguments_raise(changed, error, message):
     given = dict(make_tx=make, machine=ROUND, model_seconds=1.0, devices=(8,)) | changed
     with pytest.raises(error, match=message):
         scaling(shapes((512, 64)), **given)
@@ -364,6 +366,6 @@ def test_wrong_arguments(changed, error, message):
     [("memory_bandwidth", 0), ("link_bandwidth", "fast"), ("network_bandwidth", -1.0), ("peer_bandwidth", 0), ("latency", -1),
      ("link_hop", float("inf")), ("network_hop", None), ("devices_per_node", 2.0)],
 )  # fmt: skip
-def test_wrong_speeds(name, value):
+def test_wrong_speeds_raise(name, value):
     with pytest.raises(HyperparameterError, match=f"{name}: out of range: got .*Change {name}"):
         dataclasses.replace(ROUND, **{name: value})

@@ -21,18 +21,18 @@ def recorded():
     return json.loads(scaling_check.RECORDED.read_text())["results"]
 
 
-def test_the_example_runs(capsys):
+def test_example_prints_a_row_for_each_number_of_devices(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.S)
     exec(compile(example, "README.md", "exec"), {})
     titles, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert titles[0] == "devices" and [int(row[0]) for row in rows] == [1 << i for i in range(11)]
 
 
-def test_the_tables_are_what_is_recorded(recorded):
+def test_tables_equal_the_records(recorded):
     assert markdown.fill(DOCS, scaling_check.tables_of(recorded), "README.md") == DOCS
 
 
-def test_the_record_is_what_is_predicted_today(recorded):
+def test_predictions_equal_the_records(recorded):
     """If this fails after a change that was meant, run experiments/scaling_check.py again."""
     name = "bench_step/h200_x2/default"
     found = json.loads(json.dumps([*scaling_check.check_steps(name)]))

@@ -87,7 +87,7 @@ def test_two_processes_train_as_one(tmp_path):
     np.testing.assert_allclose(curves[1], curves[0], rtol=4 * 2.0**-24)
 
 
-def test_metrics_in_a_file_and_for_tensorboard(tmp_path, monkeypatch):
+def test_metrics_are_written_to_a_file_and_to_tensorboard(tmp_path, monkeypatch):
     """A run that goes on keeps the rows up to its first step, and writes the others anew."""
     pytest.importorskip("tensorboardX")
     path, folder = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
@@ -108,7 +108,7 @@ def test_metrics_in_a_file_and_for_tensorboard(tmp_path, monkeypatch):
         assert found["tokens", step] == row["tokens"]
 
 
-def test_what_is_shown_of_metrics():
+def test_shown_metrics_are_short_and_formatted():
     metrics = {"train_loss": 2.34567, "train_learning_rate": 3e-4, "peak_bytes": 3.2e9}
     want = {"loss": "2.346", "lr": "3.00e-04", "peak": "3.2e+09 bytes"}
     assert report.shown(metrics | {"tokens": 5, "train_skipped": 0.0}) == want

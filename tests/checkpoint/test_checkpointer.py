@@ -177,7 +177,7 @@ def test_a_rollback_that_is_interrupted_leaves_whole_checkpoints(tmp_path, monke
     assert sorted(x.name for x in tmp_path.iterdir() if x.is_dir()) == ["5", "6"]
 
 
-def test_one_saves_at_a_time(tmp_path):
+def test_a_second_saver_in_the_process_raises(tmp_path):
     with jda.Checkpointer(tmp_path):
         mine = f"got pid {os.getpid()} on {socket.gethostname()}"
         with pytest.raises(jda.CheckpointError, match=f"another one saves into .*{mine}"):
@@ -199,7 +199,7 @@ def test_what_other_machines_say_counts_for_minutes(tmp_path):
     jda.save(tmp_path, state_of(1.0), step=3)
 
 
-def test_another_process_is_kept_out(tmp_path):
+def test_a_second_saving_process_raises(tmp_path):
     with jda.Checkpointer(tmp_path) as checkpointer:
         done = subprocess.run(
             [*WORKER, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, timeout=300

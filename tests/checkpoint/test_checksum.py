@@ -37,7 +37,7 @@ def reference(x):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
-def test_equals_its_definition_however_the_array_lies(dtype):
+def test_checksum_equals_its_definition_under_any_sharding(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3, 4)) * 5).astype(dtype)
     want = reference(x)
     assert of(x) == want
@@ -50,7 +50,7 @@ def test_equals_its_definition_however_the_array_lies(dtype):
     assert of(jax.device_put(x[0, 0, 0])) == reference(x[0, 0, 0])
 
 
-def test_any_change_is_seen():
+def test_any_change_of_bits_changes_the_checksum():
     """Each bit of some elements; two of them exchanged; zeros of another sign; another NaN."""
     x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     want = of(jnp.asarray(x))

@@ -81,7 +81,7 @@ def flip(path, position, bit):
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(400, marks=pytest.mark.slow)])
-def test_flipped_bits(saved, copied, every):
+def test_flipped_bits_raise_or_change_nothing(saved, copied, every):
     """Anywhere in the files: an error, or the very state, where a byte is read by none. Never else.
 
     In the moments a flip is always an error. The bfloat16 params are such bytes that are read by
@@ -118,7 +118,7 @@ def place_of(array, folder, rng):
     raise AssertionError("in no file: are the arrays compressed?")
 
 
-def test_every_leaf_is_compared(saved, copied, monkeypatch):
+def test_every_leaf_is_compared_with_its_checksum(saved, copied, monkeypatch):
     """A changed checksum in the header, as a changed array: the error names the leaf."""
     _, tx, _ = saved
     path = copied / HEADER
@@ -146,7 +146,7 @@ def rewrite(path, change):
     path.write_text(json.dumps(parsed))
 
 
-def test_headers(saved, copied):
+def test_damaged_headers_raise(saved, copied):
     _, tx, _ = saved
     path, text = copied / HEADER, (copied / HEADER).read_text()
     texts = {
@@ -180,7 +180,7 @@ def unraisable(monkeypatch):
 
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "byte"])
 @often(lambda how: how == "half")
-def test_truncated_and_missing_files(saved, copied, how, unraisable):
+def test_truncated_and_missing_files_raise_or_change_nothing(saved, copied, how, unraisable):
     """Each file of a checkpoint: an error, or the very state where no part of it is needed.
 
     And no read is left half done, which would print a page when it is deleted.
@@ -203,7 +203,7 @@ def test_truncated_and_missing_files(saved, copied, how, unraisable):
     assert not unraisable
 
 
-def test_folders_of_something_else(saved, tmp_path):
+def test_folders_without_a_checkpoint_raise(saved, tmp_path):
     _, tx, _ = saved
     with pytest.raises(jda.CheckpointError, match="no checkpoint: got none"):
         jda.restore(tmp_path / "nowhere", shapes_of(tx), tx)
@@ -221,7 +221,7 @@ def test_folders_of_something_else(saved, tmp_path):
         jda.restore(tmp_path, shapes_of(tx), tx)
 
 
-def test_templates_of_something_else(saved):
+def test_templates_that_differ_from_the_file_raise(saved):
     """orbax would cast, pad and cut off: dtypes and shapes are compared before it may."""
     folder, tx, _ = saved
     shapes = shapes_of(tx)
@@ -254,7 +254,7 @@ def test_templates_of_something_else(saved):
         jda.restore_params(folder, shapes.params | {"a": jax.ShapeDtypeStruct((256, 128), jnp.float16)})  # fmt: skip
 
 
-def test_states_that_cannot_be_saved(saved, tmp_path):
+def test_saving_inconsistent_states_raises(saved, tmp_path):
     _, tx, state = saved
     edited = jda.TrainState(state.params | {"a": state.params["a"] + 1}, state.opt_state)
     with pytest.raises(jda.LayoutError, match=r"params\['a'\]: differ from the main parameters"):
@@ -277,7 +277,7 @@ def test_states_that_cannot_be_saved(saved, tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == [".jdistadam.lock"]
 
 
-def test_empty_arrays_and_odd_names(tmp_path):
+def test_empty_arrays_and_odd_names_are_restored(tmp_path):
     """orbax does not take arrays without elements, and would take a slash for a folder."""
     params = {"a/b": {"%": jnp.ones((0, 3))}, "c.d": [jnp.arange(3.0)], "": jnp.ones(())}
     state = {"params": params, "opt_state": optax.adamw(0.1).init(params), "key": jax.random.key(1, impl="rbg")}  # fmt: skip
@@ -299,7 +299,7 @@ def test_an_array_that_differs_from_the_header_is_told_once(saved, monkeypatch):
     assert "CheckpointError" not in str(caught.value)
 
 
-def test_without_orbax_and_with_an_old_one(saved, monkeypatch):
+def test_missing_or_old_orbax_raises(saved, monkeypatch):
     import orbax.checkpoint as ocp
 
     folder, tx, state = saved

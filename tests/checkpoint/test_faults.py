@@ -94,7 +94,7 @@ def test_kill_9_leaves_the_old_checkpoint_or_the_new_one(tmp_path, server, kills
 
 
 @pytest.mark.parametrize("strides", [(600, 15), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_ended_at_a_python_step_of_a_save(tmp_path, server, strides):
+def test_exit_during_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path, server, strides):
     """os._exit there: the old checkpoint or the new one, and the next saver goes on."""
     for step in (0, 0, 300, 0):  # counted where a saver deletes an old one and what is unfinished
         server.start(tmp_path, step)
@@ -129,7 +129,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_no_space_left_on_the_disk(tmp_path, in_background, capfd):
+def test_full_disk_raises_and_keeps_the_old_checkpoint(tmp_path, in_background, capfd):
     """The old checkpoint stays, the error says why, and with space again it goes on."""
     folder = small_disk(tmp_path)
     try:

@@ -74,7 +74,7 @@ def make_state(num_leaves):
     return tx, jda.TrainState.create(params, tx, param_dtypes=jnp.bfloat16), template
 
 
-def test_peak_beside_the_state(tmp_path, monkeypatch):
+def test_peak_memory_is_a_few_batches_beside_the_state(tmp_path, monkeypatch):
     """Of a save a few batches; in the background one copy of the state; of a restore the new state.
 
     A save has two batches at a time, one that is made and one that is written, each at most three
@@ -110,7 +110,7 @@ def test_peak_beside_the_state(tmp_path, monkeypatch):
     del new
 
 
-def test_memory_stays_flat(tmp_path, steps=5_000):
+def test_thousands_of_steps_and_saves_leak_no_memory(tmp_path, steps=5_000):
     """Of a training that saves ten times in the background: its second half takes no more.
 
     A tolerance of 256 KiB is what the smallest leaks exceed: a copy of the state that each save left

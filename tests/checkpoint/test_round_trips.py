@@ -129,7 +129,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("target", OPTIMIZERS)
 @pytest.mark.parametrize("source", OPTIMIZERS)
 @often(lambda source, target: (source, target) in OFTEN)
-def test_restored_under_another_mesh_strategy_and_policy(saved, source, target):
+def test_state_is_restored_under_another_mesh_strategy_and_policy(saved, source, target):
     folder, exported, _ = saved(source)
     tx = OPTIMIZERS[target]()
     state = jda.restore(folder, shapes_of(tx), tx)
@@ -202,7 +202,7 @@ def test_a_large_array_is_written_alone_and_makes_no_other_batch_larger(tmp_path
 
 @pytest.mark.parametrize("in_background", [True, False])
 @often(lambda in_background: not in_background)  # in the background batches do not wait
-def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
+def test_arrays_are_saved_and_restored_in_many_batches(tmp_path, monkeypatch, in_background):
     """Each group of arrays is written, and each bucket read, by itself."""
     monkeypatch.setattr(storage, "BATCH_BYTES", 1)
     tx = make_tx(2, bucket_bytes=16)
@@ -226,7 +226,7 @@ def test_arrays_in_many_batches(tmp_path, monkeypatch, in_background):
     assert_same_state(got, tx, jda.to_optax_state(state, tx))
 
 
-def test_params_that_are_a_single_array(tmp_path):
+def test_params_may_be_a_single_array(tmp_path):
     params = jnp.arange(3.0) / 7
     state = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
     jda.save(tmp_path, state)
@@ -234,7 +234,7 @@ def test_params_that_are_a_single_array(tmp_path):
     assert_trees_same_bits(jda.restore(tmp_path, state), state)
 
 
-def test_in_an_event_loop(tmp_path):
+def test_save_and_restore_work_in_an_event_loop(tmp_path):
     """As in a notebook."""
     tx = scaled(2)
     state = jda.TrainState.create(params_of(BF16), tx)
@@ -246,7 +246,7 @@ def test_in_an_event_loop(tmp_path):
     assert_same_state(asyncio.run(cell()), tx, jda.to_optax_state(state, tx))
 
 
-def test_in_an_event_loop_with_64_bits_as_a_context(tmp_path):
+def test_event_loop_keeps_the_context_of_64_bits(tmp_path):
     """JAX keeps such settings for each thread, and an event loop cannot run in one that has one."""
 
     async def cell():
@@ -263,7 +263,7 @@ def test_in_an_event_loop_with_64_bits_as_a_context(tmp_path):
 
 @pytest.mark.parametrize("in_loop", [False, True])
 @often(lambda in_loop: in_loop)
-def test_where_nothing_is_compiled(tmp_path, in_loop):
+def test_save_and_restore_work_with_jit_disabled(tmp_path, in_loop):
     """As while debugging; an event loop, as a notebook's, has orbax write from another thread."""
     tx = scaled(2)
     state = jda.TrainState.create(params_of(BF16), tx)
@@ -297,7 +297,7 @@ def test_params_that_no_step_has_sent_yet_stay(tmp_path):
 
 
 @pytest.mark.slow
-def test_chains_and_injected_hyperparameters(tmp_path):
+def test_chains_and_injected_hyperparameters_are_restored(tmp_path):
     def make(n, learning_rate):
         inner = jda.inject_hyperparams(jda.distributed_fused_adamw)(
             learning_rate, mesh=mesh(n), weight_decay=0.1
@@ -375,7 +375,7 @@ def test_states_of_optax_are_placed_like_the_template(tmp_path):
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
 
 
-def test_params_alone(saved):
+def test_restore_params_returns_params_in_any_dtype_and_sharding(saved):
     folder, (main, *_), want = saved("remainders, 4, params sharded")
     assert_trees_same_bits(jda.restore_params(folder), want)
     sharding = jax.NamedSharding(mesh(2), P("data"))
@@ -390,7 +390,7 @@ def test_params_alone(saved):
 
 
 @pytest.mark.slow
-def test_a_new_head_and_other_frozen_leaves(tmp_path):
+def test_new_leaves_and_newly_trained_leaves_begin_anew(tmp_path):
     """What the file lacks stays as it is; what is trained anew begins with moments of zero."""
     groups = {"x": {"frozen": True}, "y": {}}
     old = scaled(2, param_labels=LABELS, groups=groups)

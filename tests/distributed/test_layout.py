@@ -49,7 +49,7 @@ def test_every_element_has_one_place(shapes, num_shards, bucket_bytes):
     assert end <= made.flat_size
 
 
-def test_the_picture_in_the_docstring_is_true():
+def test_layout_equals_the_picture_in_the_docstring():
     leaves = [
         layout.Leaf("w", (256, 128), jnp.dtype(jnp.bfloat16), 0),
         layout.Leaf("s", (128, 128), jnp.dtype(jnp.float32), 0),
@@ -100,7 +100,7 @@ def test_layout_prints_as_a_table():
     assert "p0" in text and "pack" in text
 
 
-def test_frozen_leaves_lie_nowhere():
+def test_frozen_leaves_have_no_place_in_the_layout():
     leaves = leaves_of([(128, 128), (3,), (128, 256)], [0, 0, 0])
     frozen = [dataclasses.replace(leaves[0], group=None), *leaves[1:]]
     made = make_layout(frozen, 4, 1 << 20)
@@ -115,7 +115,7 @@ def test_leaves_of_different_tensor_axes_are_not_packed_together():
     assert [bucket.leaves for bucket in made.buckets] == [(0, 2), (1,)]
 
 
-def test_what_has_main_parameters_comes_first():
+def test_buckets_with_main_params_come_first():
     leaves = leaves_of([(128, 128), (3,), (5,)], [0, 0, 0])
     made = make_layout(leaves, 4, 1 << 20, keeps_main=lambda dtype, scattered: not scattered)
     assert [(b.dim, b.has_main) for b in made.buckets] == [(None, True), (None, True), (0, False)]

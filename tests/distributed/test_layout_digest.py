@@ -41,7 +41,7 @@ def text_for(tx, params):
     return tx.config.layout_text(tx.layout(params))
 
 
-def test_the_text_is_written_once_and_for_all():
+def test_layout_text_never_changes():
     """Other bytes for the same layout need another version: old states must stay readable."""
     leaves = [
         Leaf("params['b']", (3,), "float32", 0),
@@ -82,7 +82,7 @@ OTHER_LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_what_the_text_depends_on(name):
+def test_layout_text_shows_every_difference_of_layouts(name):
     params, make, message = OTHER_LAYOUTS[name]
     other, mine = text_for(make(), params), text_for(make_tx(), make_params())
     assert re.search(message, differences(other, mine)), differences(other, mine)
@@ -102,7 +102,7 @@ def test_small_leaves_and_buckets_are_in_the_text():
     assert len(texts) == 3
 
 
-def test_what_the_text_does_not_depend_on():
+def test_layout_text_ignores_hyperparameters_and_meshes():
     """Hyperparameters, names, strategies and meshes of the same layout: states can be exchanged."""
     devices = jax.devices("cpu")
     square = jax.make_mesh((2, 4), ("x", "y"), devices=devices)
@@ -129,7 +129,7 @@ def test_what_the_text_does_not_depend_on():
     assert cut[0] == cut[1] and '"cuts":[[],[0]]' in cut[0] and '"shape":[256,64,2]' in cut[0]
 
 
-def test_the_text_does_not_depend_on_the_process():
+def test_layout_text_is_the_same_in_another_process():
     """Python's hash of strings differs between processes; checkpoints move between them."""
     code = (
         "import jax.numpy as jnp\n"
@@ -265,7 +265,7 @@ CASES = [
         in {("bfloat16", "optim", True), ("no main", "no_shard", False)}
     )
 )
-def test_a_program_says_nan(policy, strategy, check_vma):
+def test_step_in_a_program_returns_nan_for_another_layout(policy, strategy, check_vma):
     """Where nothing can be raised: a step in a shard_map, with the state of another layout."""
     assert_says_nan(make_tx().config.mesh, policy, strategy, check_vma)
 
@@ -281,7 +281,7 @@ def test_a_program_says_nan(policy, strategy, check_vma):
     ids=["rate 0", "loss scale", "no first moment"],
 )
 @often(lambda policy, kwargs: (policy in ("remainder16", "8 bits")) == ("loss_scale" in kwargs))
-def test_a_program_says_nan_whatever_the_numbers(policy, kwargs):
+def test_another_layout_gives_nan_with_any_hyperparameters(policy, kwargs):
     """Never as a skipped step, which keeps its parameters: a loop that counts skips sees none."""
     strategy = "optim_grads" if policy != "comm" else "optim"
     assert_says_nan(make_tx().config.mesh, policy, strategy, False, **kwargs)
@@ -289,7 +289,7 @@ def test_a_program_says_nan_whatever_the_numbers(policy, kwargs):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("policy", "strategy"), CASES)
-def test_a_program_on_gpus_says_nan(policy, strategy):
+def test_step_on_gpus_returns_nan_for_another_layout(policy, strategy):
     """On as many GPUs as there are, up to eight that divide the leaves."""
     devices = jax.devices("gpu")
     n = max(n for n in (1, 2, 4, 8) if n <= len(devices))
@@ -336,7 +336,7 @@ def assert_says_nan(mesh, policy, strategy, check_vma, **kwargs):
     assert int(new.scaling.skipped) == 1 and int(new.count) == 0
 
 
-def test_a_traced_step_says_nan(tmp_path):
+def test_traced_train_step_returns_nan_for_another_layout(tmp_path):
     """jit, scan and a program that was compiled ahead of time, chained and with a model state."""
     tx = jda.chain(optax.scale_by_schedule(lambda count: 1.0 / (1 + count)), make_tx())
     loss = lambda p, x, model_state: (loss_fn(p, x), model_state + 1)  # noqa: E731
@@ -367,7 +367,7 @@ def test_a_traced_step_says_nan(tmp_path):
         assert not list(tmp_path.glob("[!.]*")), name
 
 
-def test_inside_a_program_types_are_checked():
+def test_missing_or_averaged_digest_raises_while_tracing():
     """A missing or averaged identity raises where the program is traced."""
     tx = make_tx()
     state = jda.TrainState.create(make_params(), tx)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support import exact_steps
 from support.bits import assert_trees_same_bits
-from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
+from support.exact_steps import PLACES, batches, everything, first_state, run
 from support.exact_sums import HYPER, SHAPES
 from support.model_axes import mesh_of
 from support.samples import often
@@ -25,12 +25,6 @@ SUMS = (1 + 7 + 40 + 10 + 2 + 3) / 2 + 3
 
 def make_tx(place, policy="float32", norms="leaves", **kwargs):
     return exact_steps.make_tx(place, policy, norms=norms, **kwargs)
-
-
-def named(name):
-    """Three groups; the scalar counts in the total alone."""
-    (key,) = [key for key in SHAPES if f"'{key}'" in name]
-    return {"rows": "matrices", "columns": "matrices", "scalar": None}.get(key, "others")
 
 
 def norm(arrays):
@@ -87,46 +81,14 @@ def without_norms():
 
 @pytest.mark.parametrize("place", PLACES)
 @often(lambda place: place != "hybrid-optim")
-def test_by_float64_and_with_the_bits_of_steps_without(place, without_norms):
+def test_norms_follow_float64_and_change_no_bit_of_the_step(place, without_norms):
     tx = make_tx(place)
     state, metrics = assert_steps(tx, "float32", LEAVES, list(batches(10, BAD)))
     assert int(metrics[-1]["skipped"]) == 2
     assert_trees_same_bits(everything(state, tx), without_norms, place)
 
 
-@pytest.mark.parametrize("policy", ["remainder16", "8 bits", "comm"])
-@pytest.mark.parametrize("place", ["twice-optim_grads_params", "flat-optim"])
-@often(lambda policy, place: (policy, place) == ("8 bits", "flat-optim"))
-def test_of_groups_clipped_and_guarded(policy, place):
-    """Micro-batches, frozen leaves, the average beside; spikes are skipped, with their own norms."""
-    tx, plain = (
-        make_tx(
-            place, policy, norms=norms, max_grad_norm=50.0, param_labels=LABELS, groups=GROUPS,
-            norm_guard=jda.NormGuard(max_norm=1e4), ema_decay=0.9,
-        )
-        for norms in (named, None)
-    )  # fmt: skip
-    given = list(batches(10, {3: 1024.0, 6: np.nan}))
-    for batch in given:  # sums over micro-batches are bfloat16: few bits
-        for x in batch.values():
-            x[...] = (
-                np.sign(x)
-                * np.abs(x[:1])
-                * (np.arange(len(x)) < 1).reshape(-1, *[1] * (x.ndim - 1))
-            )
-    groups = {"matrices": ["rows", "columns"], "others": ["prime"], None: ["scalar"]}
-    assert {x.dtype.name for x in first_state(tx, policy).params.values()} == {"bfloat16"}
-    state, metrics = assert_steps(tx, policy, groups, given, micro=3)
-    assert [int(x["skipped"]) for x in metrics][2:7] == [0, 1, 1, 1, 2]
-    spike = metrics[3]
-    assert spike["grad_norm"] > 1e4
-    of_groups = np.hypot(spike["grad_norm/matrices"], spike["grad_norm/others"])
-    np.testing.assert_allclose(of_groups, spike["grad_norm"], rtol=1e-3)  # but for the scalar
-    (*_, (other, _)) = run(plain, first_state(plain, policy), given, 3)
-    assert_trees_same_bits(everything(state, tx), everything(other, plain))
-
-
-def test_which_leaf_is_not_finite():
+def test_norms_show_which_leaf_is_not_finite():
     tx = make_tx("one device", max_grad_norm=50.0)
     (batch,) = batches(1)
     batch["prime"][3, 5] = np.inf
@@ -139,7 +101,7 @@ def test_which_leaf_is_not_finite():
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @often(lambda strategy: strategy == "optim_grads_params")
-def test_over_a_model_axis(strategy):
+def test_norms_over_a_model_axis_count_every_element_once(strategy):
     """Every element counts once, cut over the axis or not."""
     specs = {"w": P(None, "model"), "b": P("model"), "s": P(), "t": P()}
     shapes = {"w": (64, 512), "b": (66,), "s": (40,), "t": (48, 400)}
@@ -163,7 +125,7 @@ def test_over_a_model_axis(strategy):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_in_a_loop_of_ones_own(check_vma, cpu_mesh):
+def test_norms_work_in_custom_training_loops(check_vma, cpu_mesh):
     """Behind a chain with numbers in the state, on accumulated gradients."""
     adam = jda.inject_hyperparams(jda.fused_adamw)
     inner = jda.distributed(adam(**HYPER), mesh=cpu_mesh(4), norms="leaves", max_grad_norm=0.5)
@@ -199,7 +161,7 @@ def test_in_a_loop_of_ones_own(check_vma, cpu_mesh):
     np.testing.assert_allclose(norms["param_norm"], norm(new.values()), rtol=1e-6)
 
 
-def test_what_does_not_go():
+def test_unsupported_norms_raise():
     refused = r"^communication: a step over peer memory is not supported here: got norms, expected"
     with pytest.raises(jda.PolicyError, match=refused):
         make_tx("flat-optim", "sums", communication="peer")

@@ -75,7 +75,7 @@ def mixed(params):
         (n, setting, comm, dtype) == (4, "clipped sums", "float16", "mixed")
     )
 )
-def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dtype):
+def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dtype):
     """Ten steps of two micro-batches: params, state and metrics; padded, cut along any dimension."""
     dtype = mixed(random_params()) if dtype == "mixed" else dtype
     one, two = (
@@ -88,7 +88,7 @@ def test_it_has_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dt
         assert int(two[1][-1]["skipped"]) == 2
 
 
-def test_moments_of_16_bits(cpu_mesh):
+def test_peer_memory_with_16_bit_moments_gives_the_bits_of_xla(cpu_mesh):
     one, two = (
         trained(cpu_mesh(4), means, "bfloat16", "bfloat16", steps=3, mu_dtype="bfloat16")
         for means in ("xla", "peer")
@@ -119,7 +119,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("kwargs", "why"), UNSUPPORTED, ids=[why for _, why in UNSUPPORTED])
-def test_what_is_not_supported_goes_over_xla_or_raises(cpu_mesh, kwargs, why):
+def test_unsupported_options_use_xla_or_raise(cpu_mesh, kwargs, why):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     kwargs = dict(learning_rate=1e-3, mesh=cpu_mesh(4), policy=policy) | kwargs
     tx = jda.distributed_fused_adamw(**kwargs)
@@ -129,7 +129,7 @@ def test_what_is_not_supported_goes_over_xla_or_raises(cpu_mesh, kwargs, why):
         jda.distributed_fused_adamw(communication="peer", **kwargs)
 
 
-def test_three_devices_and_two_axes_and_unknown_transport(cpu_mesh):
+def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     make = lambda mesh, **kwargs: jda.distributed_fused_adamw(  # noqa: E731
         1e-3, mesh=mesh, policy=policy, **kwargs
@@ -258,7 +258,7 @@ def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
 
 
 @pytest.mark.slow
-def test_in_a_loop_and_in_a_custom_training_loop(cpu_mesh):
+def test_scans_and_custom_loops_give_the_bits_of_xla(cpu_mesh):
     """A scan comes to one call many times; a region of the user's own, checked."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     make = lambda means: jda.distributed_fused_adamw(  # noqa: E731
@@ -312,7 +312,7 @@ def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("setting", list(SETTINGS))
-def test_on_gpus_it_has_the_bits_of_float32_sums_over_xla(setting):
+def test_peer_memory_on_gpus_gives_the_bits_of_float32_sums_over_xla(setting):
     gpus = jax.devices("gpu")
     n = max(n for n in (2, 4, 8) if n <= len(gpus))
     mesh = jax.make_mesh((n,), ("data",), devices=gpus[:n])

@@ -21,7 +21,7 @@ def ends_with_the_bits_of_xla(folder, *arguments):
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
-def test_they_end_with_the_bits_of_xla(tmp_path):
+def test_peer_programs_end_with_the_bits_of_xla(tmp_path):
     ends_with_the_bits_of_xla(tmp_path, "few", *NAMES[:3])
 
 

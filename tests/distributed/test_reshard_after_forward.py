@@ -86,7 +86,7 @@ def test_a_step_gathers_and_reduces_once_whatever_the_micro_batches(mesh):
     assert max(c.times for c in again.collectives) == 4
 
 
-def test_devices_hold_what_they_hold_otherwise():
+def test_reshard_after_forward_changes_no_layout():
     """One layout and one placement: a state passes between the two, and has the same bits."""
     once, often = make_tx(), make_tx(reshard=True)
     assert once.layout(params_of()) == often.layout(params_of())
@@ -100,7 +100,7 @@ def test_devices_hold_what_they_hold_otherwise():
     assert_trees_same_bits(exported(moved, often), exported(stayed, once))
 
 
-def test_it_is_saved_and_restored_between_strategies(tmp_path):
+def test_state_is_saved_and_restored_between_strategies(tmp_path):
     once = make_tx("twice")
     state, _ = train(once, jda.TrainState.create(params_of(), once))
     jda.save(tmp_path, state, once)
@@ -132,7 +132,7 @@ def own_step(tx, specs, micro):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_custom_training_loop(mesh):
+def test_custom_training_loop_is_train_step(mesh):
     tx = make_tx(mesh)
     state = jda.TrainState.create(params_of(), tx)
     params, opt_state = state.params, state.opt_state
@@ -215,7 +215,7 @@ def test_layers_of_a_scan_are_gathered_before_it():
     assert all(c.times == 1 and c.when == "step" for c in planned)
 
 
-def test_skipped_steps_chains_and_injected_numbers():
+def test_reshard_after_forward_works_with_skips_chains_and_injection():
     """A non-finite gradient leaves all shards as they are."""
 
     def make(reshard):
@@ -239,7 +239,7 @@ def test_skipped_steps_chains_and_injected_numbers():
 
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
-def test_a_model_that_xla_partitions(kind):
+def test_model_axes_give_the_same_bits_with_and_without_resharding(kind):
     type = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}[kind]
     mesh = jax.make_mesh((2, 2, 2), ("replica", "data", "model"), axis_types=(type,) * 3)
     specs = dict(rows=P("model"), columns=P(None, "model"), bias=P("model"), odd=None, scalar=P())
@@ -262,6 +262,6 @@ def test_a_model_that_xla_partitions(kind):
         (dict(sharding_strategy="optim_grads_params", reshard_after_forward="no"), jda.HyperparameterError, r"^reshard_after_forward: .*got 'no'"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_raises(kwargs, error, message):
+def test_unsupported_reshard_after_forward_raises(kwargs, error, message):
     with pytest.raises(error, match=message):
         jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((8,), ("data",)), **kwargs)

@@ -241,7 +241,7 @@ def test_a_shard_says_how_it_is_cut_and_no_more():
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_flax_models(kind):
+def test_flax_models_that_gather_layers_in_the_loss_give_the_same_bits(kind):
     """A model of two dense layers, whose params the loss gathers one layer after the other."""
     rng = np.random.default_rng(2)
     x = rng.integers(-9, 10, (ROWS, WIDTH)).astype(np.float32)

@@ -17,19 +17,13 @@ from support.dtypes import dtypes
 from support.fast_compilation import AS_FOR_USERS
 from support.h200 import placed, products_beside
 from support.paths import ROOT
-from support.placements import FLAT, SQUARE, make_mesh
+from support.placements import FLAT, make_mesh
 from support.samples import often
 from support.scanned import LAYERS, is_stacked, loss_of, make_params, scanned_products, shapes
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 TWO = dict(shape=(2,), names=("data",))
 SUMMED = dict(grad_reduce_dtype="float32")
-KINDS = {
-    "flat": (FLAT, {}),
-    "hybrid": (SQUARE, dict(replica_axis="replica")),
-    "twice": (SQUARE, dict(replica_axis="replica", outer_sharding_strategy="optim")),
-    "tuple": (SQUARE, dict(shard_axis=("replica", "data"))),
-}
 
 
 def make_tx(mesh, *, policy=SUMMED, **kwargs):
@@ -48,78 +42,6 @@ def train(tx, loss, batches, **kwargs):
 def batches():
     rng = np.random.default_rng(1)
     return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(2)]
-
-
-@pytest.mark.slow  # compiled cases stand for it
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_gathered_in_the_scan_give_the_bits_of_whole_ones(kind, accumulate_steps):
-    """float32 throughout: the tree of the sum is the same layer by layer, and so is every bit.
-
-    The one that is compared with has unsharded parameters and reduces whole gradients. Its gradients
-    are sums of small integers, exact in every order: a network's own arithmetic is the compiler's,
-    which may differ between two programs in the last bit.
-    """
-    mesh, kwargs = KINDS[kind]
-    mesh = make_mesh(**mesh)
-    rng = np.random.default_rng(1)
-    batches = [
-        jax.tree.map(
-            lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), make_params()
-        )
-        for _ in range(5)
-    ]
-    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs)
-    gathered = scanned_products(functools.partial(jda.gather_params, tx=tx))
-    got = train(tx, gathered, batches, accumulate_steps=accumulate_steps)
-    whole = make_tx(mesh, sharding_strategy="optim_grads", **kwargs)
-    loss = scanned_products(lambda layer: layer)
-    want = train(whole, loss, batches, accumulate_steps=accumulate_steps)
-    assert_same_trees(got[:-1], want[:-1], kind)  # not the loss, a product with params
-
-
-@pytest.mark.slow  # compiled cases stand for it
-@pytest.mark.parametrize("kind", ["flat", "hybrid"])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_the_same_model_trains_under_every_strategy(strategy, kind):
-    """Unsharded params at rest: the layers are whole, and gather_params gathers nothing.
-
-    Compared with a scan over shards, whose sums are made layer by layer.
-    """
-    mesh, kwargs = KINDS[kind]
-    mesh, rng = make_mesh(**mesh), np.random.default_rng(2)
-    params = make_params()
-    batches = [
-        jax.tree.map(lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), params)
-        for _ in range(3)
-    ]
-    results = []
-    for each in (strategy, "optim_grads_params"):
-        tx = make_tx(mesh, sharding_strategy=each, stacked=is_stacked, **kwargs)
-        loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
-        results.append(train(tx, loss, batches, accumulate_steps=2)[:-1])
-    assert_same_trees(*results, strategy)
-
-
-@pytest.mark.slow  # compiled cases stand for it
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_layers_that_are_summed_in_a_loop_have_the_bits_of_the_stack(strategy, kind):
-    """To the bits of sums of the stack: of "optim", and where each device's own are reported."""
-    mesh, kwargs = KINDS[kind]
-    mesh, rng = make_mesh(**mesh), np.random.default_rng(2)
-    params = make_params()
-    batches = [
-        jax.tree.map(lambda x: rng.integers(-64, 65, (16, *x.shape)).astype(np.float32), params)
-        for _ in range(3)
-    ]
-    results = []
-    for reports in (False, True):
-        tx = make_tx(mesh, sharding_strategy=strategy, stacked=is_stacked, **kwargs)
-        loss = jax.jit(scanned_products(lambda layer: layer))
-        steps = dict(accumulate_steps=2 if strategy == "optim_grads" else 1)
-        results.append(train(tx, loss, batches, report_nonfinite=reports, **steps)[:-1])
-    assert_same_trees(*results, kind)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +122,7 @@ def test_layers_lie_sharded_within_themselves():
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 @often(lambda check_vma: check_vma)
-def test_in_a_shard_map_of_ones_own(check_vma, batches):
+def test_custom_loop_over_stacked_layers_is_train_step(check_vma, batches):
     """With types on and off, as train_step."""
     mesh = make_mesh(**FLAT)
     tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
@@ -350,7 +272,7 @@ def test_gathering_once_costs_memory_and_is_found(h200s):
     assert temporary[1] - temporary[0] >= 5 * weights
 
 
-def test_what_does_not_fit_raises():
+def test_wrong_stacked_raises():
     mesh = make_mesh(**FLAT)
     with pytest.raises(jda.HyperparameterError, match="stacked: not a predicate"):
         make_tx(mesh, sharding_strategy="optim_grads_params", stacked="layers")

@@ -67,21 +67,6 @@ def trained_whole(kind, accumulate_steps, steps):
     return train(tx, loss, make_batches(steps), accumulate_steps=accumulate_steps)
 
 
-@pytest.mark.slow  # compiled cases stand for it
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_stacked_layers_take_the_bits_of_float32_sums(kind, accumulate_steps):
-    """Ten steps of bfloat16 params: the same main parameters, moments and norms as of whole ones."""
-    mesh, kwargs = KINDS[kind]
-    tx = make_tx(
-        make_mesh(**mesh), sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs
-    )
-    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
-    got = train(tx, loss, make_batches(10), accumulate_steps=accumulate_steps)
-    want = trained_whole(kind, accumulate_steps, 10)
-    assert_same_trees(got, want, kind)  # also norms: the layouts are the same
-
-
 def own_step(tx, loss, check_vma, micro_batches):
     """A step of a custom training loop, and its own norm; all shards are gathered in the loss."""
     tx = tx.bind(make_params(jnp.bfloat16))
@@ -113,7 +98,7 @@ def own_step(tx, loss, check_vma, micro_batches):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("check_vma", [False, True])
 @often(lambda check_vma, micro_batches: check_vma and micro_batches == 2)
-def test_so_do_all_shards_in_a_custom_training_loop(check_vma, micro_batches):
+def test_custom_training_loop_takes_the_bits_of_float32_sums(check_vma, micro_batches):
     mesh = make_mesh(**FLAT)
     tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
     loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
@@ -128,7 +113,7 @@ def test_so_do_all_shards_in_a_custom_training_loop(check_vma, micro_batches):
 
 
 @pytest.mark.parametrize("policy", [{}, dict(grad_comm_dtype="bfloat16", grad_reduce_dtype=None)])
-def test_what_the_loss_sees(policy):
+def test_loss_sees_only_sharded_stacked_leaves_widened(policy):
     """Shards that hold the sums of their gradients; what it gathers, and all else, as it is."""
     tx = make_tx(
         make_mesh(**FLAT), policy, sharding_strategy="optim_grads_params", stacked=is_stacked
@@ -154,29 +139,7 @@ def test_what_the_loss_sees(policy):
     jax.eval_shape(step, state, *make_batches(1))
 
 
-@pytest.mark.slow  # compiled cases stand for it
-def test_scaled_gradients_that_are_not_finite_skip_the_step():
-    tx = make_tx(
-        make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked, loss_scale=jda.DynamicLossScale(init_scale=2.0**10),
-    )  # fmt: skip
-    loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
-    plain = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
-    batches = make_batches(2)
-    bad = jax.tree.map(np.copy, batches[0])
-    bad["layers"]["mlp"]["up"][3, 2, 1, 5] = np.inf
-    state = jda.TrainState.create(make_params(jnp.bfloat16), tx)
-    step = jda.train_step(loss, tx)
-    skipped = []
-    for batch in (batches[0], bad, batches[1]):
-        state, metrics = step(state, batch)
-        skipped.append(int(metrics["skipped"]))
-    assert skipped == [0, 1, 1]
-    got = jda.main_params(state.params, state.opt_state, tx)
-    want = train(plain, loss, batches)[0]  # scales that are powers of two change no bit
-    assert_same_trees(got, want, "main params")
-
-
-def test_the_float32_copy_is_all_that_it_costs(h200s, monkeypatch):
+def test_widened_shards_cost_one_float32_copy(h200s, monkeypatch):
     """Compiled for eight H200s: 4 bytes for each element of a shard, and 2 for its wider gradient.
 
     Without the copy the program is the one with bfloat16 gradients of the shards.

@@ -69,7 +69,7 @@ def test_many_devices_and_update_have_the_bits_of_one(cpu_mesh, dtype):
     assert_trees_same_bits(params, train_state.params)
 
 
-def test_leaves_left_to_optax_and_derivatives():
+def test_float64_leaves_and_derivatives_follow_the_formula():
     """float64 by the formula; the derivative by the rate of decay is that of the decayed elements."""
     with jax.enable_x64(True):
         params, grads = tree_of(0, np.float64)["a"], tree_of(1, np.float64)["a"]
@@ -88,7 +88,7 @@ def test_leaves_left_to_optax_and_derivatives():
         np.testing.assert_allclose(jax.grad(total)(rate), want, rtol=1e-4)
 
 
-def test_torch_has_no_such_flag():
+def test_export_of_cautious_weight_decay_to_torch_raises():
     tx, params = jda.fused_adamw(**CAUTIOUS), tree_of(0)
     with pytest.raises(jda.HyperparameterError, match="cautious_weight_decay for 'a'"):
         jda.interop.from_fused(params, tx.init(params), tx, ["a", "b"])

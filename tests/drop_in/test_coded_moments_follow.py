@@ -132,7 +132,7 @@ def name_of(x):
 
 @pytest.mark.parametrize(("steps", "b1", "b2", "mu", "nu"), NEAREST, ids=name_of)
 @often(lambda steps: steps == SHORT)
-def test_to_nearest_they_keep_to_their_bounds(platform, steps, b1, b2, mu, nu):
+def test_moments_rounded_to_nearest_stay_within_bounds(platform, steps, b1, b2, mu, nu):
     """Float32 rounds about three times in each step that a mean remembers."""
     seen = trained(platform, steps, b1, b2, mu, nu)
     memory = max(1 / (1 - b * (1 + h)) for b, h in zip((b1, b2), errors_of((mu, nu)), strict=True))
@@ -154,7 +154,7 @@ STOCHASTIC = [
 
 @pytest.mark.parametrize(("steps", "b1", "b2", "mu", "nu"), STOCHASTIC, ids=name_of)
 @often(lambda steps: steps == SHORT)
-def test_at_random_they_follow_in_the_mean(platform, steps, b1, b2, mu, nu):
+def test_moments_rounded_stochastically_follow_float32_in_the_mean(platform, steps, b1, b2, mu, nu):
     """The largest update of all is at most twice that from float32 moments.
 
     A step adds at most s |d| to the variance of what is stored: d is how far the step moves it, and

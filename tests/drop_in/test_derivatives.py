@@ -194,7 +194,7 @@ def test_an_infinite_parameter_without_decay_keeps_its_value():
 
 
 @pytest.mark.slow
-def test_with_vmap_on_either_side():
+def test_derivatives_commute_with_vmap():
     function, numbers, params = ours()
     outer = rate_alone(function, numbers, params)
     rates = jnp.linspace(0.01, 0.1, 5)
@@ -211,7 +211,7 @@ def test_with_vmap_on_either_side():
     assert text.count('custom_call_target="jdistadam_adam"') == 1  # in the loop, for all members
 
 
-def test_state_and_gradients_and_linearize():
+def test_derivatives_by_state_and_gradients_are_those_of_optax():
     """One step, by each of its operands; counts are integers, whose tangents are float0."""
     tx, like = jda.fused_adamw(**numbers_as(jnp.float32)), optax.adamw(**numbers_as(jnp.float32))
     _, params = problem(jnp.float32)
@@ -244,7 +244,7 @@ def test_state_and_gradients_and_linearize():
         np.testing.assert_allclose(a, b, rtol=32 * 2.0**-23, atol=32 * 2.0**-23)
 
 
-def test_through_float32_main_params():
+def test_derivatives_pass_through_float32_main_params():
     """The params that the model gets are rounded; their derivative is that of the main ones."""
     _, params = problem(jnp.float32)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)

@@ -48,7 +48,7 @@ def make(dtypes, **kwargs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_of_one_device_of_a_mesh(kind, cpu_mesh):
+def test_groups_give_the_bits_of_a_mesh_of_one_device(kind, cpu_mesh):
     """Ten steps; one of the leaves before all others is frozen, so that leaves keep their numbers."""
     dtype, dtypes = KINDS[kind]
     tx = make(dtypes)
@@ -196,7 +196,7 @@ def test_a_group_that_is_no_dict_raises():
             jda.fused_adam(0.1, param_labels="a", groups=groups)
 
 
-def test_frozen_leaves_in_the_layout_of_torch_and_back():
+def test_frozen_leaves_survive_export_to_torch_and_import():
     tx, params = make({}), random_tree(0, F32)
     params, state = tx.step(random_tree(1, F32), tx.init(params), params)
     plain = jda.fused_adamw(0.1, param_labels=LABELS, groups=GROUPS | {"warm": {}})

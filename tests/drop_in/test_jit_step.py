@@ -36,7 +36,7 @@ def copies(lowered):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_copied(h200s, kind):
+def test_jit_step_copies_nothing(h200s, kind):
     """Whereas jax.jit(tx.step, donate_argnums=(1, 2)) copies every leaf several times."""
     tx, params = made(kind)
     mesh = h200s(1)
@@ -52,7 +52,7 @@ def test_nothing_is_copied(h200s, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_step(kind):
+def test_jit_step_gives_the_bits_of_step(kind):
     tx, shapes = made(kind)
     rng = np.random.default_rng(0)
     make = lambda: jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)  # noqa: E731
@@ -68,7 +68,7 @@ def test_it_is_the_step(kind):
     assert_trees_same_bits((params, state), want)
 
 
-def test_a_chain_and_extra_arguments():
+def test_jit_step_passes_extra_arguments_to_a_chain():
     seen = []
     spy = optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(),
@@ -81,7 +81,7 @@ def test_a_chain_and_extra_arguments():
 
 
 @pytest.mark.parametrize("make", [lambda: optax.adamw(1e-3), lambda: optax.chain(jda.fused_adamw(1e-3)), lambda: jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))], ids=["optax", "optax.chain", "distributed"])  # fmt: skip
-def test_what_it_cannot_jit(make):
+def test_jit_step_raises_for_optimizers_without_step(make):
     with pytest.raises(
         jda.PolicyError, match=r"jit_step: cannot be used with this optimizer.*jda\.chain"
     ):

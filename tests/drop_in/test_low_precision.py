@@ -102,7 +102,7 @@ def test_seeds_leaves_and_counts_differ():
         option == ("16 and 8 bits" if kind == AxisType.Auto else "float32 main params")
     )
 )
-def test_replicated_on_several_devices(option, kind):
+def test_replicated_steps_have_the_bits_of_one_device(option, kind):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER | OPTIONS[option])
     want = run(tx, make_params(), steps=3)
@@ -182,7 +182,7 @@ def test_params_replicated_and_moments_sharded():
     ],
     ids=str,
 )  # fmt: skip
-def test_other_shardings_raise(shape, spec, message, kind):
+def test_shardings_that_cut_blocks_raise(shape, spec, message, kind):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER | BOTH)
     assert_raises_in_init(
@@ -244,7 +244,7 @@ def test_vmap_and_derivatives_raise():
         jax.grad(lambda p: tx.step(params, state, p)[0]["w"].sum())(params)
 
 
-def test_which_leaves_are_coded():
+def test_only_large_selected_leaves_are_quantized():
     params = make_params(jnp.float32) | {"small": jnp.ones((63, 65)), "count": jnp.ones(5000, int)}
     tx = jda.fused_adamw(**HYPER | BOTH | dict(float32_moments=lambda path: "embed" in path))
     mu = tx.init(params).inner[0].mu
@@ -394,7 +394,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=range(len(BAD)))
-def test_bad_options(options, message):
+def test_bad_options_raise(options, message):
     with pytest.raises(jda.PolicyError, match=message):
         jda.fused_adamw(**HYPER | options)
 
@@ -435,7 +435,7 @@ def test_codes_that_were_cast_raise():
         jda.decoded(state)
 
 
-def test_states_of_another_optimizer():
+def test_states_of_another_optimizer_raise():
     params = make_params()
     plain, random, coded, other = (
         jda.fused_adamw(**HYPER | x)
@@ -465,7 +465,7 @@ def test_states_of_another_optimizer():
 
 
 @pytest.mark.slow
-def test_inside_of_optax_wrappers():
+def test_optax_wrappers_do_not_change_the_rounding():
     """Masked, chained, skipped: what stands around does not change what is rounded."""
     params = make_params(jnp.float32)
     tx = jda.fused_adamw(**HYPER | BOTH)
@@ -503,7 +503,7 @@ def test_decoded_is_what_optax_continues_from():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @often(lambda kind: kind == AxisType.Explicit)
-def test_decoded_where_leaves_are_sharded(kind):
+def test_decoded_sharded_leaves_equal_those_of_one_device(kind):
     """Called at once and in a program, which knows shardings on Explicit axes alone."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2, devices=jax.devices("cpu")[:4])
     tx = jda.fused_adamw(**HYPER | SIXTEEN)

@@ -72,7 +72,7 @@ def compiled_with_calls(function, *args):
         in {("step", None, True), ("update", jnp.float32, True), ("step", "remainder16", False)}
     )
 )
-def test_every_member_with_its_own_numbers(method, main, jitted):
+def test_members_with_own_hyperparameters_have_the_bits_of_own_calls(method, main, jitted):
     dtype = jnp.bfloat16 if main else jnp.float32
     function = functools.partial(two_steps, method=method, main=main)
     args = (random_numbers(), *(random_tree(seed, dtype) for seed in range(3)))
@@ -137,7 +137,7 @@ def test_any_operand_alone_may_differ_between_members(batched):
         assert_trees_same_bits(member(got, i), jit(function)(*own.values()))
 
 
-def test_members_in_any_dimension():
+def test_members_may_be_in_any_dimension():
     args = (random_numbers(), *(random_tree(seed) for seed in range(3)))
     last = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), args)
     axes = (-1, {"w": -1, "b": 1, "one": 0, "none": 2, "big": -1}, -1, -1)
@@ -149,7 +149,7 @@ def test_members_in_any_dimension():
 @pytest.mark.parametrize("inner", ["numbers", "leaves", "both"])
 @pytest.mark.parametrize("outer", ["numbers", "leaves", "both"])
 @often(lambda inner, outer: (inner, outer) in {("both", "both"), ("numbers", "leaves")})
-def test_vmap_of_vmap(inner, outer):
+def test_vmap_of_vmap_has_the_bits_of_separate_calls(inner, outer):
     """Whichever of the two has numbers of its own: still one call, and each member's own bits."""
 
     def axes(which):
@@ -174,7 +174,7 @@ def test_vmap_of_vmap(inner, outer):
     assert calls == 2
 
 
-def test_states_of_inject_hyperparams():
+def test_vmap_of_injected_states_makes_one_call():
     tx = jda.inject_hyperparams(jda.fused_adamw)(3e-3, **HYPER)
     params, grads = random_tree(0), random_tree(1)
     state = jax.vmap(tx.init)(params)
@@ -201,7 +201,7 @@ def test_a_loop_over_steps_of_all_members():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "complex64"])
 @often(lambda dtype: dtype == "complex64")
-def test_leaves_that_are_left_to_optax(dtype):
+def test_leaves_stepped_by_optax_follow_separate_calls(dtype):
     """XLA compiles both: a multiply-add that it contracts in one of them may round otherwise.
 
     u and p are of order 1 and a step makes a few operations, each within half an ulp of them.
@@ -220,7 +220,7 @@ def test_leaves_that_are_left_to_optax(dtype):
                 assert np.all(np.abs(a - b) <= 8 * eps * (1 + np.abs(b)))
 
 
-def test_against_vmapped_optax():
+def test_vmapped_step_follows_vmapped_optax():
     """One step from zero moments: both round a few times around numbers of order 1 (FMA aside)."""
     args = (random_numbers(), random_tree(0), random_tree(1))
 

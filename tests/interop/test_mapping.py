@@ -88,7 +88,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_raises(case):
+def test_mismatched_states_raise(case):
     call, message = WRONG[case]
     with pytest.raises(jda.JDistAdamError, match=message):
         call()
@@ -108,7 +108,7 @@ def test_frozen_leaves_need_no_moments_and_get_none_back():
             assert x is y is None or assert_same_bits(x, y) is None
 
 
-def test_names_that_lead_nowhere_are_left_out():
+def test_names_that_rename_maps_to_none_are_left_out():
     params, _ = into(named(MORE), rename=lambda name: RENAME.get(name))
     assert_trees_same_bits(params, into(named())[0])
 
@@ -148,14 +148,14 @@ def test_other_hyperparameters_raise(make, case):
         into(named(), make(**changes))
 
 
-def test_all_differences_are_told_where_they_only_warn():
+def test_differences_warn_lists_every_hyperparameter():
     with pytest.warns(UserWarning) as caught:
         into(named(), fused(b1=0.9, eps=1e-8), differences="warn")
     told = [str(w.message).partition(" for")[0] for w in caught]
     assert sorted(told) == ["tx, b1", "tx, eps"]
 
 
-def test_equal_hyperparameters_may_be_spelled_otherwise():
+def test_equivalent_hyperparameters_compare_equal():
     """A schedule of the step count, and arrays, and decay in the gradient."""
     settings = SETTINGS | dict(lr=float(SCHEDULE(3)))
     into(named(settings=settings), fused(learning_rate=SCHEDULE, b1=jnp.float32(0.8)))
@@ -186,7 +186,7 @@ def test_groups_are_compared_leaf_by_leaf_and_come_back():
         into(theirs, tx)
 
 
-def test_what_theirs_does_not_have_begins_anew_and_warns():
+def test_states_that_torch_lacks_begin_anew_and_warn():
     tx = jda.chain(optax.trace(0.9), fused())
     with pytest.warns(UserWarning) as caught:
         _, opt_state = into(named(), tx)
@@ -208,7 +208,7 @@ def test_every_count_in_a_state_is_the_step():
     assert [int(x.count) for x in (opt_state[0], opt_state[-1])] == [3, 3]
 
 
-def test_a_chain_of_a_distributed_optimizer():
+def test_distributed_chain_state_survives_import_and_export():
     tx = jda.chain(optax.scale_by_schedule(lambda count: 1.0 + 0 * count), distributed())
     state = into(named(), tx)
     assert int(state.step) == int(state.opt_state[0].count) == 3
@@ -229,14 +229,14 @@ def test_injected_hyperparameters_are_not_guessed_on_the_way_out():
 
 
 @pytest.mark.parametrize("changes", [dict(eps_root=1e-8), dict(nesterov=True)])
-def test_what_torch_has_not_is_not_exported(changes):
+def test_export_of_options_that_torch_lacks_raises(changes):
     tx = fused(**changes)
     params = {"w": jnp.ones(2)}
     with pytest.raises(jda.HyperparameterError, match=next(iter(changes))):
         interop.from_fused(params, tx.init(params), tx, ["w"])
 
 
-def test_decay_in_the_gradient_is_said_on_the_way_out():
+def test_export_of_l2_sets_coupled_weight_decay():
     tx, params = jda.fused_adam(0.02, l2=0.3), {"w": jnp.ones(2)}
     theirs = interop.from_fused(params, tx.init(params), tx, ["w"])
     group = interop.to_torch(theirs).optimizer["param_groups"][0]
@@ -245,7 +245,7 @@ def test_decay_in_the_gradient_is_said_on_the_way_out():
     assert again == group | {"lr": 0.5, "foreach": True}
 
 
-def test_without_bias_correction_torch_cannot_go_on():
+def test_export_without_bias_correction_raises():
     tx, params = fused(bias_correction=False), {"w": jnp.ones(2)}
     theirs = interop.from_fused(params, tx.init(params), tx, ["w"])
     with pytest.raises(jda.HyperparameterError, match="bias_correction"):
@@ -283,7 +283,7 @@ def test_damaged_files_raise(tmp_path):
         interop.read_safetensors(tmp_path / "x")
 
 
-def test_without_the_package_and_with_an_old_one(tmp_path, monkeypatch):
+def test_missing_or_old_safetensors_raises(tmp_path, monkeypatch):
     def check(message):
         for call in (interop.read_safetensors, lambda path: interop.write_safetensors(path, {})):
             with pytest.raises(jda.CheckpointError, match=message) as caught:
@@ -318,7 +318,7 @@ def test_every_dtype_comes_back_with_its_bits(tmp_path):
         ({"a": object()}, "cannot be written"),
     ],
 )
-def test_what_cannot_be_written_raises(tree, message, tmp_path):
+def test_writing_unsupported_trees_raises(tree, message, tmp_path):
     with pytest.raises(jda.JDistAdamError, match=message):
         interop.write_safetensors(tmp_path / "x", tree)
 
@@ -340,7 +340,7 @@ def test_empty_and_scalar_arrays_are_kept(tmp_path):
 
 @pytest.mark.parametrize(("mu", "nu"), [("block8", "block8"), ("block16", "block8")])
 @pytest.mark.parametrize("is_stochastic", [False, True])
-def test_coded_moments_go_there_and_back(is_stochastic, mu, nu):
+def test_quantized_moments_survive_export_and_import(is_stochastic, mu, nu):
     """They leave as float32, exactly, and come back as the same codes; small ones are floats."""
     rng = np.random.default_rng(0)
     params = {

@@ -83,14 +83,14 @@ def test_every_layout_comes_back_from_a_file(tmp_path):
     assert_is_state(interop.from_apex_distributed(gathered, gathered["params"], NAMES))
 
 
-def test_names_may_be_in_the_groups():
+def test_from_torch_reads_names_from_groups():
     layout = their_layouts.fused_adam(STATE)
     for group, names in zip(layout["param_groups"], GROUPS, strict=True):
         group["param_names"] = names
     assert_is_state(interop.from_torch(layout, PARAMS))
 
 
-def test_parameters_may_be_by_name():
+def test_from_torch_reads_states_keyed_by_name():
     layout = their_layouts.fused_adam(STATE)
     layout["state"] = {NAMES[i]: x for i, x in layout["state"].items()}
     for group, names in zip(layout["param_groups"], GROUPS, strict=True):
@@ -144,7 +144,7 @@ class Tensor:
         return self.x
 
 
-def test_tensors_are_taken_as_they_are():
+def test_readers_accept_torch_tensors():
     layout = their_layouts.nemo(STATE)
     for entry in layout["optimizer"]["state"].values():
         entry.update({k: Tensor(x) for k, x in entry.items()})
@@ -222,7 +222,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_such_state_raises(case):
+def test_malformed_states_raise(case):
     call, message = BAD[case]
     with pytest.raises(jda.JDistAdamError, match=message):
         call()

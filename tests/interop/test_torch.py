@@ -100,13 +100,13 @@ def assert_is_golden(golden, params, adam):
     assert_trees_same_bits(adam.nu, in_ours(moments(entries, names, "exp_avg_sq")))
 
 
-def test_every_array_is_torchs_own(golden):
+def test_imported_arrays_equal_those_of_torch(golden):
     params, opt_state = interop.to_fused(read(golden), fused(), LIKE, **TO_OURS)
     assert_is_golden(golden, params, opt_state[0])
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_every_array_is_torchs_own_on_several_devices(golden, strategy):
+def test_imported_sharded_arrays_equal_those_of_torch(golden, strategy):
     tx = distributed(sharding_strategy=strategy)
     state = interop.to_train_state(read(golden), tx, LIKE, **TO_OURS)
     main_params, opt_state, _ = jda.to_optax_state(state, tx)
@@ -307,7 +307,7 @@ def test_bfloat16_is_read_as_torch_rounds(golden):
         assert_same_bits(x, last[name].astype(BF16), name)
 
 
-def test_files_are_written_as_the_package_does(golden, tmp_path):
+def test_written_files_equal_those_of_safetensors(golden, tmp_path):
     """The same tensors at the same places, aligned; the order of the metadata is arbitrary."""
     interop.write_safetensors(tmp_path / "x", golden)
     parts = []

@@ -243,7 +243,7 @@ def test_kernel_equals_the_reference_at_every_step_count(platform, count):
 
 
 @pytest.mark.parametrize("shift", range(1, 16))
-def test_misaligned_leaves(platform, shift):
+def test_misaligned_leaves_give_the_same_bits(platform, shift):
     """Flat arrays whose leaves begin at any element, with gaps that must not be touched."""
     rng = np.random.default_rng(shift)
     sizes = (257, 3, 4095, 1, 64)

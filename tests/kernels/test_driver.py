@@ -74,7 +74,7 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean_of_meetings(tmp_pa
 
 
 @pytest.mark.slow
-def test_devices_meet(tmp_path):
+def test_meetings_of_devices_have_no_data_race(tmp_path):
     """Loops, executions that take turns, devices that fail or do not come, steps in meetings.
 
     A step without its second meeting is a race.

@@ -29,7 +29,7 @@ CHOICES = {  # by native.choose: which module is there
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_parts_come_and_go(platform, choice, monkeypatch):
+def test_parts_of_arrays_are_copied_to_the_device_and_back(platform, choice, monkeypatch):
     """Parts of two arrays, of other dtypes and widths; what lies around them stays."""
     assert all(native.status(x).available for x in {"cpu", {"gpu": "cuda"}.get(platform, "cpu")})
     monkeypatch.setattr(native, "choose", CHOICES[choice])
@@ -70,7 +70,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_calls_raise(case):
+def test_malformed_calls_raise(case):
     num_results, attributes, message = WRONG[case]
     assert native.status("cpu").available
     types = [jax.ShapeDtypeStruct((4,), jnp.float32)] * num_results

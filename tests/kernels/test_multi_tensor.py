@@ -31,14 +31,14 @@ def test_norm_equals_the_reference_bitwise(platform, dtype):
     np.testing.assert_allclose(squares, exact, rtol=terms * 2.0**-24)
 
 
-def test_norm_of_more_tiles_than_lanes(platform):
+def test_norm_of_more_tiles_than_lanes_equals_the_reference_bitwise(platform):
     """Tiles are summed over lanes too: 1100 of them, the last one short."""
     grads = [np.random.default_rng(1).normal(size=1100 * reference.NORM_TILE - 5).astype(F32)]
     squares, _ = sum_of_squares(grads, np.float32(1))
     assert_same_bits(squares, reference.sum_of_squares(grads, np.float32(1))[0])
 
 
-def test_norm_of_many_leaves(platform):
+def test_norm_of_many_leaves_equals_the_reference_bitwise(platform):
     """More leaves than one table of kernel parameters holds."""
     rng = np.random.default_rng(2)
     grads = [rng.normal(size=n).astype(F32) for n in rng.integers(1, 40, 1100)]
@@ -63,7 +63,7 @@ def test_found_inf_sees_every_element(platform, dtype, where):
         assert want_found == expected
 
 
-def test_norm_of_nothing_and_of_mixed_dtypes(platform):
+def test_norm_accepts_no_leaves_and_mixed_dtypes(platform):
     squares, found_inf = sum_of_squares([])
     assert float(squares) == 0 and not found_inf
     grads = [np.full(3, 2, t) for t in (F32, BF16, F16)] + [np.zeros((0, 4), F32)]
@@ -89,7 +89,7 @@ def test_sum_equals_the_reference_bitwise(platform, dtype, contributions):
 
 
 @pytest.mark.parametrize(("dtype", "out"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-def test_pack_and_unpack(platform, dtype, out):
+def test_unpack_inverts_pack_and_gaps_are_zero(platform, dtype, out):
     """Leaves of any shape and alignment; gaps are zero; unpacking is the inverse."""
     rng = np.random.default_rng(3)
     shapes = ((5,), (), (3, 7), (0, 2), (64, 33), (1,))
@@ -131,7 +131,7 @@ def test_results_vary_where_their_operands_do(cpu_mesh, check_vma):
     assert not found_inf.any()
 
 
-def test_fallbacks_do_the_same():
+def test_fallbacks_equal_the_kernels():
     """Exact sums, so that their order is irrelevant."""
     rng = np.random.default_rng(4)
     grads = [rng.integers(-8, 8, n).astype(F32) for n in (5, 8193)]
@@ -149,7 +149,7 @@ def test_fallbacks_do_the_same():
 
 
 @pytest.mark.parametrize("inv_scale", [np.inf, np.nan, 0.0, -1.0])
-def test_norm_with_a_scale_that_is_no_number(platform, inv_scale):
+def test_norm_with_a_nonfinite_scale_equals_the_reference(platform, inv_scale):
     """A loss scale that underflowed: what is beyond a leaf must not turn 0 * inf into a NaN."""
     for grads in ([np.ones(3, F32)], [np.zeros(3, F32), np.ones(8193, F32)]):
         got = sum_of_squares(grads, np.float32(inv_scale))
@@ -244,5 +244,5 @@ def test_the_norm_handler_raises_for_bad_arrays():
             tiles_of(tiles, *grads)
 
 
-def test_nothing_to_sum():
+def test_sum_of_no_arrays_is_empty():
     assert multi_tensor.sum_contributions([]) == []

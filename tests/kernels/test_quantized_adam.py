@@ -169,7 +169,7 @@ each_name = pytest.mark.parametrize("name", ["mu", "nu"])
 
 @each_format
 @each_name
-def test_codes_are_what_they_encode(form, name):
+def test_decoded_codes_encode_to_themselves(form, name):
     """Every code with every scale: decoded and encoded again it is the same, rounded in any way."""
     rng, code = np.random.default_rng(0), form.code(name)
     every = rng.permutation(np.arange(1 << form.bits)).astype(form.dtype)
@@ -188,7 +188,7 @@ def test_codes_are_what_they_encode(form, name):
 
 @each_format
 @each_name
-def test_what_codes_mean(form, name):
+def test_codes_decode_as_their_definition_says(form, name):
     """Sign, exponent and mantissa by their definition, in exact arithmetic, and by jax.numpy too."""
     exponent_bits = {"block8": {"mu": 4, "nu": 5}, "block16": {"mu": 5, "nu": 6}}[form.name][name]
     mantissa_bits = {"block8": 3, "block16": 10}[form.name]
@@ -213,7 +213,7 @@ def in_blocks(x):
 @each_format
 @each_name
 @pytest.mark.parametrize("is_stochastic", [False, True])
-def test_the_error_of_a_code(form, name, is_stochastic):
+def test_rounding_error_of_codes_is_bounded(form, name, is_stochastic):
     """Half a unit of the mantissa, a whole one at random, down to the smallest exponent.
 
     Below it a first moment loses up to a unit, and does not become larger but at random.
@@ -251,7 +251,7 @@ def test_the_error_of_a_code(form, name, is_stochastic):
     ],
     ids=name_of,
 )
-def test_which_second_moments_stay_where_they_are(form, b2, staying):
+def test_second_moments_below_a_computed_share_stop_decaying(form, b2, staying):
     """In a step without a gradient, rounded to nearest: those below a share of an octave.
 
     x in [1, 2) stays where (1 - b2) x is less than half a unit, 2^-(mantissa + 1), or equal to it and
@@ -268,7 +268,7 @@ def test_which_second_moments_stay_where_they_are(form, b2, staying):
 
 @each_format
 @each_name
-def test_numbers_near_the_end_of_float32(form, name):
+def test_codes_of_numbers_beyond_their_range_are_nan(form, name):
     """Below 2^127 all is kept; what is more, or rounds up to it, makes its block NaN, not less."""
     rng = np.random.default_rng(2)
     largest = np.float32(2.0**127 - 2.0 ** (126 - form.mantissa))  # of a code
@@ -413,7 +413,7 @@ FLAT_PLACES = LeafPositions(
     ids=name_of,
 )  # fmt: skip
 @often(lambda mode, mu, nu: mu is nu or (mode == "step_split" and nu is not F32))
-def test_flat_state_of_leaves_that_are_cut_or_packed(platform, mode, mu, nu):
+def test_kernel_on_cut_or_packed_leaves_equals_the_reference_bitwise(platform, mode, mu, nu):
     """Elements between the leaves keep their bits."""
     rng, total = np.random.default_rng(2), 8192
     param = {"step": BF16, "step_and_cast": F32, "step_split": BF16}[mode]
@@ -486,7 +486,7 @@ def test_parts_draw_the_bits_of_the_whole(dims):
     ],
     ids=str,
 )
-def test_wrong_places_raise(change, message):
+def test_wrong_offsets_and_cuts_raise(change, message):
     rng = np.random.default_rng(3)
     codes = BlockCodes(np.zeros(8192, np.uint8), np.zeros(64, F32))
     arrays = tuple(plain_array(rng, n, F32) for n in FLAT_SIZES)

@@ -144,7 +144,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 @pytest.mark.parametrize("name", ["bf16", "remainder16"])
-def test_coefficients_that_chunks_take_or_leave(platform, name, change):
+def test_unusual_coefficients_equal_the_reference_bitwise(platform, name, change):
     """Late steps, whose c1 and c2 are one, an eps of zero, with which 0 / 0 is divided, and others."""
     mode, is_stochastic, grad, param, stored = VARIANTS[name]
     sizes = (70_001, 1024)

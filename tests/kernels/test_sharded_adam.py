@@ -114,7 +114,7 @@ def setup(axis_type, main, names=PAIRS, mesh=None):
         and names is PAIRS
     )
 )
-def test_results_lie_where_lay_what_they_replace(method, main, axis_type, names):
+def test_results_keep_the_sharding_of_the_arrays_they_replace(method, main, axis_type, names):
     """All combinations at once; updates are where the params are to which they are added."""
     tx, (params, state, grads), there = setup(axis_type, main, names)
     want, want_state = getattr(tx, method)(grads, state, params)
@@ -128,7 +128,7 @@ def test_results_lie_where_lay_what_they_replace(method, main, axis_type, names)
 @AXIS_TYPES
 @pytest.mark.parametrize("main", MAINS, ids=str)
 @pytest.mark.parametrize("method", ["step", "update"])
-def test_results_on_gpus_lie_where_lay_what_they_replace(method, main, axis_type):
+def test_results_on_gpus_keep_the_sharding_of_the_arrays_they_replace(method, main, axis_type):
     """On as many GPUs as there are, from two: the bits of one of them, in every placement."""
     gpus = jax.devices("gpu")
     n = max(n for n in (2, 4, 8) if n <= len(gpus))
@@ -327,7 +327,7 @@ SAMPLE = {ZERO1, ("rows", "rows", "columns"), ("model", "columns", "rows"), ("ro
     ids="-".join,
 )
 @often(lambda names, method: names == ZERO1 or method == "step")
-def test_no_more_travels_than_with_optax(h200s, names, method):
+def test_step_sends_no_more_bytes_than_optax(h200s, names, method):
     """optax's results are pinned to where ours are by themselves."""
     mesh = h200s(4, 2, names=("data", "model"))
     texts = []

@@ -83,7 +83,7 @@ def test_sums_equal_the_reference_bitwise(platform, case, values, found_inf):
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
 @pytest.mark.parametrize("gap", [0, 1])
-def test_sums_of_flat_arrays_that_are_not_aligned(platform, gap, found_inf):
+def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, gap, found_inf):
     """Leaves begin anywhere; gradients are sums of three contributions."""
     rng = np.random.default_rng(4)
     offsets = tuple(np.cumsum([0, *SIZES])[:-1].tolist())
@@ -107,7 +107,7 @@ def test_sums_of_flat_arrays_that_are_not_aligned(platform, gap, found_inf):
 
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
-def test_the_fallback_is_close(monkeypatch, found_inf):
+def test_fallback_sums_are_close(monkeypatch, found_inf):
     monkeypatch.setattr(native, "choose", lambda compiled, fallback: fallback)
     operands = operands_of(np.random.default_rng(6), *CASES["remainder16"], array=plain_array)
     spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), FLAGS)

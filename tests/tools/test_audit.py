@@ -58,7 +58,7 @@ def test_what_is_planned_passes_and_less_does_not(h200s, strategy, accumulate_st
         assert failed and all(row.found == 2 * row.planned for row in failed)
 
 
-def test_another_dtype_is_found(h200s):
+def test_audit_finds_another_dtype(h200s):
     """The program of a step in float32 against the plan of one that communicates bfloat16."""
     wide, state, batch = prepared(h200s, policy=dict())
     planned, _, _ = prepared(h200s, policy=dict(grad_comm_dtype="bfloat16"))
@@ -104,7 +104,7 @@ def audit_on_cpu(
 @pytest.mark.parametrize(
     ("comm", "passed"), [("float32", True), ("float16", True), ("bfloat16", False)]
 )
-def test_an_audit_on_cpu_devices(comm, passed):
+def test_audit_on_cpu_devices_reports_widened_bfloat16(comm, passed):
     """float32 and float16 are sent as they are there, bfloat16 does not, which the audit says."""
     found = audit_on_cpu(dict(grad_comm_dtype=comm))
     assert (found.passed, found.only_widened) == (passed, not passed)

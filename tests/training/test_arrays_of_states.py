@@ -61,7 +61,7 @@ def with_one_moment(state, copy):
 @pytest.mark.parametrize("twice", [with_model_state, with_other_arrays_of_it, with_one_moment])
 @pytest.mark.parametrize(("n", "strategy"), [(1, "optim"), (2, "optim"), (2, "optim_grads_params")])
 @often(lambda n, strategy, twice: (n == 1) == (twice is with_one_moment) and strategy == "optim")
-def test_what_a_state_holds_twice_is_copied(n, strategy, twice):
+def test_arrays_that_a_state_holds_twice_are_copied(n, strategy, twice):
     """Of a new state, and of one that a step returned; JAX would end the process."""
     found = []
     for copy in (lambda x: x, copied):
@@ -86,7 +86,7 @@ def test_a_batch_that_is_an_array_of_the_state_is_copied(name):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_nothing_else_is_copied(monkeypatch, axis_type):
+def test_arrays_that_a_state_holds_once_are_not_copied(monkeypatch, axis_type):
     """Neither the arrays of a state that a step returned, nor those beside one that changed."""
     tx, state = make(2, axis_type=axis_type, rng=jax.random.key(0), model_state=jnp.ones(3))
     step = jda.train_step(loss_fn, tx)

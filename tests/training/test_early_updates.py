@@ -113,7 +113,7 @@ def operations_of(step, *args):
 
 
 @pytest.mark.parametrize(("devices", "lag"), [(1, 1), (2, step_program._LAG)])
-def test_a_step_has_this_lag(devices, lag, monkeypatch):
+def test_products_wait_for_updates_of_an_earlier_layer(devices, lag, monkeypatch):
     """Copies between the memories and other kernels do not count."""
     step, state, batches = made(monkeypatch, plain, devices)
     jaxpr, needs = operations_of(step, state, batches[0])
@@ -214,7 +214,7 @@ def test_rematerialized_operations_stay_behind_a_barrier(prevent_cse):
     assert text.count("dot_general") == jax.jit(step).lower(*args).as_text().count("dot_general")
 
 
-def test_functions_without_products_and_with_unused_results():
+def test_functions_without_products_give_the_same_results():
     def function(x, y):
         _, kept = jnp.modf(x)
         return {"kept": kept, "one": 1.0, "y": y}

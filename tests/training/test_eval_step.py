@@ -253,7 +253,7 @@ def small(n=4, **kwargs):
     return tx, jda.TrainState.create({"w": jnp.full((3,), 2.0)}, tx)
 
 
-def test_weights_count_and_padding_does_not():
+def test_eval_step_weights_examples_and_ignores_padding():
     tx, state = small()
     batch = {"x": np.arange(16, dtype=np.float32), "valid": np.ones(16, np.float32)}
     batch["valid"][:5] = 0  # all that the first device has
@@ -269,7 +269,7 @@ def mean_loss(params, x):
     return jnp.mean(x) * params["w"][0]
 
 
-def test_no_aux_is_none_and_averaged_params_are_evaluated():
+def test_eval_step_accepts_averaged_params_and_returns_none_without_aux():
     """What a state is given to be looked at, and not to be trained on, needs no main parameters."""
     tx, state = small()
     evaluate = jda.eval_step(mean_loss, tx)
@@ -293,7 +293,7 @@ def test_a_spec_of_the_batch_that_cuts_another_dimension():
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @often(lambda strategy: strategy == "optim")
-def test_in_a_program_it_is_as_outside(strategy):
+def test_eval_step_inside_a_scan_gives_the_same_loss(strategy):
     """Between the steps of a scan; a state of another layout has no loss there, and raises here."""
     tx = make_tx(4, sharding_strategy=strategy)
     state = jda.TrainState.create(make_params(), tx)
@@ -327,7 +327,7 @@ def test_only_a_forward_pass_is_compiled():
     assert 1 <= text.count(" all-gather(") <= 3  # the table; in the loop "up" and "down"
 
 
-def test_what_raises():
+def test_wrong_arguments_raise():
     tx, state = small()
     evaluate = jda.eval_step(mean_loss, tx)
     with pytest.raises(jda.ShapeError, match=r"^batch: leading dimension is not divisible"):

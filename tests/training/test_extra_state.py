@@ -121,7 +121,7 @@ EVERY = (*VIA, "3 devices")
 
 @pytest.mark.parametrize(("source", "via"), [("comm", FEW), *((name, EVERY) for name in SOURCES)])
 @often(lambda via: via is FEW)
-def test_there_and_back_trains_as_if_it_had_stayed(source, via):
+def test_state_that_moves_and_returns_trains_on_with_the_same_bits(source, via):
     """Before steps moved to another optimizer and back; three of the steps are skipped."""
     dtype, policy = POLICIES[source.partition(",")[0]]
     tx, state, step = make_source(dtype, policy=policy, **SOURCES[source])
@@ -142,7 +142,7 @@ def test_there_and_back_trains_as_if_it_had_stayed(source, via):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KEYS)
-def test_what_the_third_value_holds(kind):
+def test_extra_state_holds_plain_arrays_that_later_steps_keep(kind):
     """Plain arrays, of no mesh, that later steps leave alone; keys are keys of the same kind."""
     tx = jda.chain(optax.scale(0.5), make_tx(2, loss_scale=DYNAMIC))
     rng = KEYS[kind](3)
@@ -243,7 +243,7 @@ def test_a_state_of_optax_begins_a_new_loss_scale():
     assert_same(new.opt_state.scaling, jda.LossScaleState(*map(jnp.asarray, (64.0, 0, 2, 0))))
 
 
-def test_the_step_of_a_state():
+def test_step_property_counts_applied_updates():
     """Applied updates: traced, in a chain, on the host, of shapes, and copied."""
     tx = jda.chain(optax.scale(2.0), make_tx(2, loss_scale=DYNAMIC))
     state = jda.TrainState.create(

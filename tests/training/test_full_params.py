@@ -23,7 +23,7 @@ def loss_fn(params, x):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_they_are_those_that_the_loss_gets(name):
+def test_full_params_equal_those_that_the_loss_receives(name):
     """Rounded to param_comm_dtype where they are gathered; what is exported is exact."""
     options = dict(MESHES[name])
     shape = options.pop("shape")

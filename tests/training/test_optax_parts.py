@@ -24,7 +24,7 @@ def after(tx, steps=3):
     return state
 
 
-def test_a_chain_that_keeps_nothing_else_is_taken_as_it_is(cpu_mesh):
+def test_state_of_a_chain_with_clipping_is_accepted(cpu_mesh):
     tx = made(cpu_mesh)
     for adamw in (optax.adamw(RATE), jda.fused_adamw(RATE)):
         chained = after(optax.chain(optax.clip_by_global_norm(1.0), adamw))
@@ -42,7 +42,7 @@ def test_a_chain_that_keeps_nothing_else_is_taken_as_it_is(cpu_mesh):
     ],
     ids=["MultiSteps", "apply_if_finite", "main_params"],
 )
-def test_what_has_no_place_is_named(cpu_mesh, wrapped, where, part):
+def test_state_of_a_wrapper_raises_and_names_the_part_to_pass(cpu_mesh, wrapped, where, part):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     with pytest.raises(jda.TreeError) as caught:
         jda.from_optax_state(PARAMS, wrapped.init(params), made(cpu_mesh))

@@ -34,7 +34,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jit", ["jit", "jit_step", "eager", "sharded", "sharded, explicit"])
-def test_drop_in(platform, kind, jit):
+def test_drop_in_steps_have_the_same_bits_in_any_layout(platform, kind, jit):
     """Also where params are donated; results are laid out as they were, or row-major."""
     dtype, options = KINDS[kind]
     tx = jda.fused_adamw(**HYPER, **options)
@@ -67,7 +67,7 @@ def batch(seed):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_train_step(strategy, tmp_path):
+def test_train_step_has_the_same_bits_in_any_layout(strategy, tmp_path):
     """Created from such params, given them in the middle of training, saved and restored."""
     tx = jda.distributed_fused_adamw(
         **HYPER, mesh=jax.make_mesh((8,), ("data",)), **STRATEGIES[strategy]
@@ -91,7 +91,7 @@ def test_train_step(strategy, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_a_shard_map_of_ones_own(strategy):
+def test_custom_loop_has_the_same_bits_in_any_layout(strategy):
     tx = jda.distributed_fused_adamw(
         **HYPER, mesh=jax.make_mesh((8,), ("data",)), sharding_strategy=strategy
     )
@@ -117,7 +117,7 @@ def test_a_shard_map_of_ones_own(strategy):
     assert_trees_same_bits(*results)
 
 
-def test_a_convolutional_net_learns_alike():
+def test_convolutional_net_has_the_same_bits_in_any_layout():
     """Where its kernels are in memory does not change what a net in NHWC learns."""
     tx = jda.distributed_fused_adamw(**HYPER, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2]))  # fmt: skip
     step = jda.train_step(loss, tx)
@@ -133,7 +133,7 @@ def test_a_convolutional_net_learns_alike():
 
 
 @pytest.mark.gpu
-def test_train_step_on_a_gpu():
+def test_train_step_on_a_gpu_has_the_same_bits_in_any_layout():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("gpu")[:1])
     tx = jda.distributed_fused_adamw(**HYPER, mesh=mesh)
     results = []

@@ -49,7 +49,7 @@ def test_noise_reaches_the_gradient_and_not_the_loss():
     assert abs(mean.std() * 4 - 1) < 6 / np.sqrt(2 * mean.size)
 
 
-def test_a_plateau_behind_fused_adamw_and_from_the_loop():
+def test_reduce_on_plateau_gives_the_same_rates_in_a_chain_and_from_the_loop():
     """The learning rates are the same ones, also where a number in the state takes them."""
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
     params = {"w": jnp.linspace(-1.0, 1.0, 40)}

@@ -92,7 +92,7 @@ def quiet(monkeypatch):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("name", TARGETS)
 @often(lambda name, strict: (name, strict) in OFTEN)
-def test_restored_right_or_an_error(saved, name, strict):
+def test_orbax_restores_the_same_state_or_raises(saved, name, strict):
     """Flat sizes agree between most of these; the values belong to other leaves."""
     folder, exported, next_params, next_metrics = saved
     make, same_layout = TARGETS[name]
@@ -120,7 +120,7 @@ def test_restored_right_or_an_error(saved, name, strict):
         assert_trees_same_bits(jda.full_params(state, tx), next_params)
 
 
-def test_a_state_without_types_says_what_to_do(saved):
+def test_orbax_dictionaries_raise_and_say_what_to_do(saved):
     """orbax without a target returns dictionaries."""
     folder = saved[0]
     tx = make_tx(8)
@@ -208,7 +208,7 @@ def test_restored_params_that_belong_to_the_state_pass(name):
     assert int(wide.opt_state.count) == 1
 
 
-def test_replace_of_a_state():
+def test_replace_of_params_without_tx_raises():
     tx = make_tx()
     state = jda.TrainState.create(make_params(), tx, model_state=jnp.zeros(2))
     with pytest.raises(jda.TreeError, match=r"params: the optimizer would continue .*tx=tx"):
@@ -225,7 +225,7 @@ def test_replace_of_a_state():
 
 
 @pytest.mark.slow
-def test_states_placed_elsewhere_are_placed():
+def test_step_accepts_states_with_other_placements():
     """Host arrays, replicated arrays, and the params of another strategy of the same layout."""
     whole, sharded = make_tx(2), make_tx(2, sharding_strategy="optim_grads_params")
     state = jda.TrainState.create(make_params(BF16), whole)
@@ -243,7 +243,7 @@ def test_states_placed_elsewhere_are_placed():
 
 
 @pytest.mark.slow
-def test_main_params_of_a_distributed_state():
+def test_main_params_of_a_distributed_state_need_tx():
     tx = jda.chain(optax.scale(0.5), make_tx(2))
     state, _ = jda.train_step(loss_fn, tx)(jda.TrainState.create(make_params(BF16), tx), BATCH)
     with pytest.raises(

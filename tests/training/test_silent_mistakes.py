@@ -89,7 +89,7 @@ def weighted_loss(params, batch):
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 @often(lambda steps, strategy: (steps, strategy) == (2, "optim_grads"))
-def test_a_weight_that_is_no_weight_shows(steps, strategy):
+def test_invalid_weights_skip_the_step_or_give_nan(steps, strategy):
     """It gave a gradient of zero and a loss of 0.0, and nothing was skipped."""
     x, weight = np.tile(BATCH, steps), np.ones(8 * steps, np.float32)
     kwargs = dict(weighted=True, accumulate_steps=steps)
@@ -122,7 +122,7 @@ SCALES = [None, 4.0, jda.DynamicLossScale(growth_interval=1)]
         (steps, len(policy)) == [(1, 1), None, (2, 0)][SCALES.index(loss_scale)]
     )
 )
-def test_no_weight_at_all_changes_nothing(steps, loss_scale, policy):
+def test_batch_with_zero_total_weight_changes_no_state(steps, loss_scale, policy):
     """Padding alone: as if the step had not been. Decay, moments and count went on."""
     policy = jda.MixedPrecisionPolicy(**policy)
     schedule = optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
@@ -294,7 +294,7 @@ def test_aux_is_in_the_order_of_the_batch(spec, accumulate_steps):
     assert_same_bits(got, want)
 
 
-def test_batches_that_are_no_batch():
+def test_malformed_batches_raise():
     tx = make_tx()
     loss = lambda p, batch: plain_loss(p, batch["x"])  # noqa: E731
     for batch, error, message in (

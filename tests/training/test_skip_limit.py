@@ -34,7 +34,7 @@ def test_metrics_are_read_late_and_once():
 
 
 @pytest.mark.parametrize(("most", "lag"), [(1, 1), (3, 2), (5, 4)])
-def test_it_raises_in_the_call_that_is_promised(most, lag):
+def test_skip_limit_raises_in_the_promised_call(most, lag):
     """Ten good steps, a skip, one more good step, and then skips alone."""
     limit, totals = jda.SkipLimit(most, lag=lag), [7] * 10 + [8, 8]
     before = len(totals)
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_from_skipped_steps_begins_anew():
     assert limit.in_a_row == 1
 
 
-def test_a_loss_that_is_nan_in_steps_that_were_taken():
+def test_skip_limit_counts_nonfinite_losses_of_applied_steps():
     """Seven losses, of which the finite one begins anew; skips among them are told apart."""
     limit, nan = jda.SkipLimit(2, lag=1), float("nan")
     for loss in (nan, nan, 0.5, nan, float("inf"), nan):
@@ -76,7 +76,7 @@ def test_a_loss_that_is_nan_in_steps_that_were_taken():
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1.0])
-def test_nan_in_every_batch(cpu_mesh, loss_scale):
+def test_skip_limit_raises_for_nan_batches(cpu_mesh, loss_scale):
     tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(2), loss_scale=loss_scale)
     state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
     step = jda.train_step(lambda params, x: jnp.sum(x @ params["w"]), tx)
@@ -87,7 +87,7 @@ def test_nan_in_every_batch(cpu_mesh, loss_scale):
             limit(reported)
 
 
-def test_a_storm_in_train_step(cpu_mesh):
+def test_skip_limit_ends_a_run_that_skips_every_step(cpu_mesh):
     tx = jda.distributed_fused_adamw(
         1e-2, mesh=cpu_mesh(2), loss_scale=jda.DynamicLossScale(2.0**15), weight_decay=0.1
     )
@@ -104,7 +104,7 @@ def test_a_storm_in_train_step(cpu_mesh):
     assert int(state.step) == 10  # the parameters are those of the last good step
 
 
-def test_bad_arguments():
+def test_wrong_arguments_raise():
     for kwargs in (dict(most_in_a_row=0), dict(most_in_a_row=3, lag=0), dict(most_in_a_row=2.5)):
         with pytest.raises(jda.HyperparameterError):
             jda.SkipLimit(**kwargs)

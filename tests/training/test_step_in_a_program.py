@@ -88,7 +88,7 @@ def test_a_conversion_in_a_program_raises(cpu_mesh):
         jax.jit(lambda s: jda.to_optax_state(s, step.tx)[0])(state)
 
 
-def test_shapes_and_jaxpr_of_a_step(cpu_mesh):
+def test_eval_shape_and_make_jaxpr_accept_a_step(cpu_mesh):
     step, state, batches = made(cpu_mesh)
     shapes, metrics = jax.eval_shape(step, state, batches[0])
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
@@ -98,7 +98,7 @@ def test_shapes_and_jaxpr_of_a_step(cpu_mesh):
     assert "jdistadam" in str(jax.make_jaxpr(step)(state, batches[0]))
 
 
-def test_options_are_those_given_over_those_chosen(cpu_mesh, h200s):
+def test_given_compiler_options_override_chosen_ones(cpu_mesh, h200s):
     step, *_ = made(cpu_mesh)
     assert step.compiler_options == {}
     given = {"xla_gpu_all_gather_combine_threshold_bytes": 1}

@@ -96,7 +96,7 @@ def test_weights_make_the_weighted_mean(cpu_mesh, steps):
     assert abs(float(plain["loss"]) / float(metrics["loss"]) - 1) > 1e-2  # the weights matter here
 
 
-def test_no_weight_at_all_is_no_gradient(cpu_mesh):
+def test_zero_total_weight_gives_zero_gradients(cpu_mesh):
     """A batch of padding alone: loss 0 and a gradient of zero, not NaN."""
     tx = make_tx(cpu_mesh(2), mask=None, weight_decay=0.0)
     loss = lambda p, x: (jnp.sum(p["w"]) * jnp.mean(x), jnp.zeros(()))  # noqa: E731
@@ -272,7 +272,7 @@ def test_a_loss_that_communicates_is_differentiated_once(cpu_mesh, reduce):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 @often(lambda n: n == 1)
-def test_main_params_only_where_dtype_or_sharding_differ(cpu_mesh, n):
+def test_main_params_exist_only_where_dtype_or_sharding_differ(cpu_mesh, n):
     """On one device float32 params are their own main params, also in a tree with 16-bit ones.
 
     3 steps of the mixed tree equal, bit for bit, separate runs of its leaves of each dtype.
@@ -343,7 +343,7 @@ def trace(tx, loss, batch, params, model_state=None, **kwargs):
     jax.eval_shape(jda.train_step(loss, tx, **kwargs), state, batch)
 
 
-def test_what_a_loss_may_not_return(cpu_mesh):
+def test_malformed_results_of_a_loss_raise(cpu_mesh):
     tx = make_tx(cpu_mesh(2), mask=None)
     params, batch = {"w": jnp.ones(3)}, np.ones(4, np.float32)
     good = lambda p, x: jnp.sum(p["w"]) * jnp.mean(x)  # noqa: E731

@@ -77,7 +77,7 @@ def train(tx, loss, batches, dtype, **kwargs):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @often(lambda kind, dtype, accumulate_steps: (kind, dtype, accumulate_steps) == ("flat", jnp.bfloat16, 2))  # fmt: skip
-def test_the_bits_of_weights_of_whole_gradients(kind, dtype, accumulate_steps):
+def test_weighted_layers_give_the_bits_of_weighted_whole_gradients(kind, dtype, accumulate_steps):
     """Each device's gradient times its weight, in float32, is summed: by layers as at once.
 
     The gather is jitted by itself, so that JAX could take it from its cache for the weight before.
@@ -113,7 +113,7 @@ def test_layers_that_are_not_gathered_raise():
         jax.eval_shape(jda.train_step(loss, tx), state, make_batches(1)[0])
 
 
-def test_with_all_else_that_a_loss_takes_and_returns():
+def test_weights_work_with_keys_model_state_and_aux():
     """The call for the weight alone has the same key and model state, and changes neither."""
     batches, results = make_batches(4), []
     for kwargs in (
@@ -143,7 +143,7 @@ def test_with_all_else_that_a_loss_takes_and_returns():
     assert_same_trees(*results, "with all else")
 
 
-def test_a_weight_below_zero_makes_nothing_but_nan():
+def test_negative_weight_gives_nan():
     tx = make_tx(make_mesh(**PAIR), sharding_strategy="optim_grads_params", stacked=is_stacked)
     state = jda.TrainState.create(make_params(), tx)
     loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
@@ -155,7 +155,7 @@ def test_a_weight_below_zero_makes_nothing_but_nan():
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @often(lambda accumulate_steps: accumulate_steps == 1)
-def test_the_weight_before_costs_nothing(h200s, accumulate_steps):
+def test_computing_the_weight_first_adds_no_operations(h200s, accumulate_steps):
     """What loss_fn computes besides the weight is not computed, gathered or sent once more."""
     mesh = h200s(8)
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
