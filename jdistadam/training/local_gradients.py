@@ -44,8 +44,9 @@ class Forward:
       tx: The optimizer, bound to the params.
       params: The arguments of the loss, by which it is differentiated: unsharded, except that
         params that the model gathers have the type ``Shard``.
-      rng: The key of this device; None if the state has none.
+      rng: The key of the step; None if the state has none.
       next_rng: The key of the next state.
+      first: The place of this device's first micro-batch among those of all devices.
     """
 
     loss_fn: LossFunction
@@ -53,19 +54,26 @@ class Forward:
     params: Params
     rng: Any
     next_rng: Any
+    first: Any
 
     @classmethod
-    def at(cls, state: TrainState, loss_fn: LossFunction, tx: DistributedTransformation) -> Forward:
+    def at(
+        cls,
+        state: TrainState,
+        loss_fn: LossFunction,
+        tx: DistributedTransformation,
+        accumulate_steps: int = 1,
+    ) -> Forward:
         """Makes it from this device's part of a state."""
         parallel = tx.config.parallel
         next_rng = rng = None
         if state.rng is not None:
             next_rng, rng = jax.random.split(state.rng)
-            rng = jax.random.fold_in(rng, collectives.axis_index(parallel.data_axes))
         params = state.params
         if parallel.shards_params:  # params that the model gathers stay shards
             params = gathered_before_loss(local_params(params, tx), tx)
-        return cls(loss_fn, tx, params, rng, next_rng)
+        first = collectives.axis_index(parallel.data_axes) * accumulate_steps
+        return cls(loss_fn, tx, params, rng, next_rng, first)
 
     def output(self, i: Any, batch: Any, model_state: Any) -> Callable[[Params], LossOutput]:
         """Returns the loss function's output for micro-batch ``i``, as a function of the params.
@@ -75,7 +83,9 @@ class Forward:
         """
 
         def output(params: Params) -> LossOutput:
-            key = None if self.rng is None else jax.random.fold_in(self.rng, i)
+            # One number for device and micro-batch: where fold_in is XOR, as in "unsafe_rbg",
+            # two in turn would give (0, 1) and (1, 0) the same key.
+            key = None if self.rng is None else jax.random.fold_in(self.rng, self.first + i)
             with in_loss():
                 return self.loss_fn(params, batch, model_state, key)
 

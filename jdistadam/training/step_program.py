@@ -81,7 +81,7 @@ class StepProgram:
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         tx, axes = self.tx, self.tx.config.parallel.data_axes
         scaling = find_state(state.opt_state).scaling
-        forward = Forward.at(state, self.loss_function, tx)
+        forward = Forward.at(state, self.loss_function, tx, self.options.accumulate_steps)
         local = local_gradients(
             forward,
             accumulate_steps=self.options.accumulate_steps,

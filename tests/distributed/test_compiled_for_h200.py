@@ -384,16 +384,10 @@ def test_the_check_of_dtypes_can_fail(h200s):
     }
 
 
-def test_the_step_is_captured_in_a_cuda_graph(h200s, tmp_path):
-    """Handlers say that they only enqueue kernels, so XLA puts them into command buffers.
-
-    Gradients, norm, clip and step of a model with several layers: all in one graph.
-    """
-    mesh = h200s(1)
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, max_grad_norm=1.0)
+def compile_and_dump(mesh, folder, options=None, **kwargs):
+    """Compiles a step of a model with several layers, clipped; writes what XLA runs to a folder."""
+    tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, max_grad_norm=1.0, **kwargs)
     params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(4)}
-    specs = jda.TrainState(P(), tx.state_specs())
-    state = placed(mesh, jda.TrainState(params, jax.eval_shape(tx.init, params)), specs)
     batch = placed(mesh, jax.ShapeDtypeStruct((32, 64), jnp.float32), P("data"))
 
     def loss(params, x):
@@ -401,7 +395,30 @@ def test_the_step_is_captured_in_a_cuda_graph(h200s, tmp_path):
             x = jnp.tanh(x @ w)
         return jnp.mean(jnp.square(x))
 
-    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    jda.train_step(loss, tx, compiler_options=options).lower(state, batch).compile()
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} | (options or {})
+    step = jda.train_step(loss, tx, compiler_options=options)
+    step.lower(jda.TrainState.shapes(params, tx), batch).compile()
+
+
+def test_step_of_one_device_is_captured_in_a_cuda_graph(h200s, tmp_path):
+    """Handlers say that they only enqueue kernels, so XLA puts them into command buffers.
+
+    Gradients, norm, clip and step: all in one graph.
+    """
+    compile_and_dump(h200s(1), tmp_path)
     assert captured(tmp_path, "thunk_sequence") == [False] * 3  # norm (two calls) and step
     assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True] * 3
+
+
+@pytest.mark.parametrize("communication", ["xla", "peer"])
+def test_step_of_8_devices_is_captured_between_its_collectives(h200s, tmp_path, communication):
+    """The gradients, and our calls between two collectives, if graphs may have one operation.
+
+    A call over peer memory waits for the other devices on the host, so it is in no graph.
+    """
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    compile_and_dump(h200s(8), tmp_path, options, policy=policy, communication=communication)
+    name = "thunk_sequence_after_thunk_passes"
+    assert all(captured(tmp_path, name, "gemm"))
+    assert all(captured(tmp_path, name)) == (communication == "xla")

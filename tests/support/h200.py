@@ -98,11 +98,12 @@ def products_beside(text):
     return found
 
 
-def captured(folder, name):
-    """Whether each foreign call is indented, below a kCommandBuffer."""
+def captured(folder, name, operation="kCustomCall"):
+    """Whether each foreign call, or other operation, is indented, below a kCommandBuffer."""
     (dump,) = folder.glob(f"*.{name}.txt")
-    lines = dump.read_text().splitlines()
-    return [line.startswith("    ") for line in lines if "kCustomCall" in line]
+    found = [line.startswith("    ") for line in dump.read_text().splitlines() if operation in line]
+    assert found
+    return found
 
 
 def compile_here(mesh, step, state, batch, options=None):

@@ -200,7 +200,7 @@ def test_every_device_micro_batch_and_step_has_its_own_key(cpu_mesh):
         return jnp.sum(params["w"]) * jnp.mean(x), jax.random.uniform(rng)
 
     tx = make_tx(cpu_mesh(8), mask=None)
-    for key in (jax.random.key(7), jax.random.PRNGKey(7)):
+    for key in (jax.random.key(7), jax.random.PRNGKey(7), jax.random.key(7, impl="unsafe_rbg")):
         seen = []
         state = jda.TrainState.create({"w": jnp.ones(3)}, tx, rng=key)
         step = jda.train_step(loss, tx, has_aux=True, accumulate_steps=3)
@@ -209,7 +209,7 @@ def test_every_device_micro_batch_and_step_has_its_own_key(cpu_mesh):
             seen.extend(np.asarray(metrics["aux"]).tolist())
         assert len(set(seen)) == 3 * 8 * 3
         _, step_key = jax.random.split(key)
-        want = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(step_key, 5), 2))
+        want = jax.random.uniform(jax.random.fold_in(step_key, 5 * 3 + 2))
         assert seen[5 * 3 + 2] == float(want)
         assert not key.is_deleted()
 
