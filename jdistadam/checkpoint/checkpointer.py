@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -311,7 +313,8 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 def steps_in(folder: Path) -> list[int]:
     """Returns the steps of a folder's complete checkpoints, in order."""
     names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
+    # Only names that orbax writes: not "007", nor digits of other scripts.
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def _roll_back(folder: Path, step: int) -> None:
@@ -340,7 +343,7 @@ def _locked(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.utime(path)
 
-    with open(path, "a+") as file:
+    with open(path, "a+", opener=_open_own_file) as file:
         _check_free(path, file.fileno())
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
@@ -351,6 +354,15 @@ def _locked(folder: Path) -> Iterator[None]:
         finally:
             done.set()
             file.truncate(0)  # not removed: another process may have opened it
+
+
+def _open_own_file(path: str, flags: int) -> int:
+    """Opens a file itself, not one to which a symbolic link points; raises OSError for others."""
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return file
 
 
 def _check_free(path: Path, file: int) -> None:

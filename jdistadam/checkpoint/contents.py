@@ -36,6 +36,7 @@ from jdistadam.training.train_state import TrainState, check_params_follow, plac
 
 EXTRA = "extra"  # begins the names of an extra tree
 _FLOAT32 = jnp.dtype(jnp.float32)
+_MAX_BITS = 10_000  # of an extra integer: Python converts no texts of more than 4,300 digits
 
 
 def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
@@ -229,7 +230,9 @@ def _of_extra(extra: Any) -> tuple[dict[str, dict[str, Any]], Iterator[Group]]:
 
 def described(name: str, x: Any) -> dict[str, Any]:
     """Returns the header's entry of a leaf of an extra tree: its kind, and a value, or a dtype."""
-    if isinstance(x, np.ndarray | np.generic) and not x.dtype.hasobject and not x.dtype.names:
+    # Not subclasses, such as masked arrays: only their numbers would come back.
+    is_plain = type(x) in (np.ndarray, np.memmap) or isinstance(x, np.generic)
+    if is_plain and not x.dtype.hasobject and not x.dtype.names:
         dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has only a name
         about = {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
         return about | ({} if x.ndim else {"is_scalar": isinstance(x, np.generic)})
@@ -237,9 +240,11 @@ def described(name: str, x: Any) -> dict[str, Any]:
         return {"kind": "jax"}
     if type(x) in (bool, int, float, str, bytes, type(None)):
         value = base64.b64encode(x).decode() if isinstance(x, bytes) else x
-        return {"kind": type(x).__name__, "value": value}
+        if not isinstance(x, int) or x.bit_length() <= _MAX_BITS:
+            return {"kind": type(x).__name__, "value": value}
+    shown = f"a number of {x.bit_length()} bits" if isinstance(x, int) else f"{x!r:.60}"
     raise TreeError(
-        f"{name}: nothing that a checkpoint holds: got {type(x).__name__} {x!r:.60}, expected "
+        f"{name}: nothing that a checkpoint holds: got {type(x).__name__} {shown}, expected "
         "a jax or numpy array of numbers or texts, bool, int, float, str, bytes or None. "
         "Save what it is made of, such as its state as bytes; outside of jitted functions."
     )

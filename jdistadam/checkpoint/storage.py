@@ -16,6 +16,7 @@ The header is one JSON file::
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import hashlib
@@ -251,8 +252,8 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
     """
     expected, action = "a header", "Restore another step, or another folder."
     try:
-        parsed = json.loads(path.read_text())
-        values, digest = parsed["header"], parsed["sha256"]
+        parsed = _typed(json.loads(path.read_text()), dict)
+        values, digest = _typed(parsed["header"], dict), parsed["sha256"]
         if values["format"] != FORMAT:
             what, got = "the header of something else", values["format"]
         elif _digest(values) != digest:
@@ -262,17 +263,79 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
             got = f"version {values['version']}, written by {values.get('written_by')}"
             action = "Read it with the release that wrote it, and save it with to_optax_state."
         else:
-            return {k: _entry(k, x) for k, x in values["leaves"].items()}, values.get("extra", {})
+            entries = _each(values["leaves"], _entry)
+            check = functools.partial(_extra, entries=entries)
+            return entries, _each(values.get("extra", {}), check)
     except FileNotFoundError:
         what, got = "missing: this is no checkpoint of jdistadam, or a part of one", "no file"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what, got = "damaged, or of something else", f"{type(error).__name__}: {str(error)[:200]}"
     raise CheckpointError(f"{path!s}: {what}: got {got}, expected {expected}. {action}")
 
 
+def _typed(value: Any, kind: Any) -> Any:
+    """Returns a value of a header; raises TypeError if it has another type."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{value!r:.50} of type {type(value).__name__}, in place of {kind}")
+    return value
+
+
+def _each(items: Any, make: Callable[[str, dict[str, Any]], Any]) -> dict[str, Any]:
+    """Makes each entry of a part of a header; raises ValueError with the name of a damaged one."""
+    made = {}
+    for name, about in _typed(items, dict).items():
+        try:
+            made[name] = make(name, _typed(about, dict))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+    return made
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if any(_typed(size, int) < 0 for size in _typed(value, list)):
+        raise ValueError(f"shape {value}")
+    return tuple(value)
+
+
+def _keys(value: Any) -> tuple[str, ...] | None:
+    return None if value is None else tuple(_typed(key, str) for key in _typed(value, list))
+
+
 def _entry(name: str, leaf: dict[str, Any]) -> Entry:
-    tuples: Any = {key: tuple(leaf[key]) for key in ("shape", "keys") if key in leaf}
-    return Entry(name, **leaf | tuples | {"dtype": jnp.dtype(leaf["dtype"])})
+    """An array of a header; raises ValueError, TypeError or KeyError unless it is one."""
+    entry = Entry(
+        name,
+        _sizes(leaf["shape"]),
+        jnp.dtype(_typed(leaf["dtype"], str)),
+        keys=_keys(leaf.get("keys")),
+        is_count=_typed(leaf.get("is_count", False), bool),
+        **{key: _typed(leaf.get(key), str | None) for key in ("key", "sent", "sum")},
+    )
+    if entry.key is not None:
+        _ = entry.like  # raises for an implementation of keys that does not exist
+    return entry
+
+
+_KINDS = {"bool": bool, "int": int, "float": float, "str": str, "NoneType": type(None)}
+
+
+def _extra(name: str, about: dict[str, Any], entries: dict[str, Entry]) -> dict[str, Any]:
+    """An extra leaf of a header; raises ValueError, TypeError or KeyError unless it is one."""
+    _keys(about["keys"])
+    kind = _typed(about["kind"], str)
+    if kind == "numpy":
+        _typed(about.get("is_scalar", True), bool)
+        itemsize = np.dtype(_typed(about["dtype"], str)).itemsize
+        expected = (math.prod(_sizes(about["shape"])) * itemsize,), np.uint8
+        if (entries[name].shape, entries[name].dtype) != expected:
+            raise ValueError(f"shape {about['shape']} of {about['dtype']}")
+    elif kind == "bytes":
+        base64.b64decode(_typed(about["value"], str), validate=True)
+    elif kind == "jax":
+        _ = entries[name]
+    else:
+        _typed(about["value"], _KINDS[kind])
+    return about
 
 
 class Reader:

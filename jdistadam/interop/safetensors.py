@@ -29,6 +29,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_RESERVED = "__metadata__"  # the format's own name beside those of tensors
+
+
 def _package() -> Any:
     """Returns the module ``safetensors``; imports ``safetensors.numpy``, too."""
     try:
@@ -68,18 +71,17 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             tensors = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
             metadata = file.metadata() or {}
-    except package.SafetensorError as error:
-        raise TreeError(
-            f"{where}: not a file of the safetensors format, or damaged: got {error}, "
-            "expected a header in JSON, and the bytes of all tensors in it. "
-            "Write it anew, with write_safetensors or with the package safetensors."
-        ) from None
+    except (package.SafetensorError, OverflowError) as error:
+        raise _damaged(where, error) from None
     tree: dict[str, Any] = {}
     for key, text in metadata.items():
         try:
-            _insert(tree, key, json.loads(text), where)
+            value = json.loads(text)
         except json.JSONDecodeError:
-            _insert(tree, key, text, where)  # such as the "pt" that other writers add
+            value = text  # such as the "pt" that other writers add
+        except (RecursionError, ValueError) as error:  # nested too deeply, too many digits
+            raise _damaged(f"{where}: {key}", f"{error} in its JSON") from None
+        _insert(tree, key, value, where)
     # get_tensor would copy. Tensors follow the header without gaps; its length comes first.
     data = np.memmap(where, np.uint8, "r")
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -90,9 +92,21 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"expected {', '.join(_DTYPES)}. Convert it before it is written."
             )
         end = begin + _DTYPES[code].itemsize * math.prod(shape)
-        _insert(tree, name, np.asarray(data[begin:end]).view(_DTYPES[code]).reshape(shape), where)
+        try:
+            array = np.asarray(data[begin:end]).view(_DTYPES[code]).reshape(shape)
+        except (ValueError, OverflowError) as error:  # such as (0, 2**63)
+            raise _damaged(f"{where}: {name}", f"shape {shape}: {error}") from None
+        _insert(tree, name, array, where)
         begin = end
     return tree
+
+
+def _damaged(where: str, got: Any) -> TreeError:
+    return TreeError(
+        f"{where}: not a file of the safetensors format, or damaged: got {got}, "
+        "expected a header in JSON, and the bytes of all tensors in it. "
+        "Write it anew, with write_safetensors or with the package safetensors."
+    )
 
 
 def _insert(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
@@ -162,12 +176,19 @@ def _has_array(x: Any) -> bool:
 
 def _entries(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields arrays, and the largest parts without arrays, by path."""
+    seen = set[str]()
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        if "/" in str(key) or not str(key):
+        if "/" in str(key) or not str(key) or (f"{path}{key}" == _RESERVED and _is_array(value)):
             raise TreeError(
                 f"{path}{key!r}: cannot be a part of a path: got {key!r}, "
-                "expected a key without '/'. Rename it."
+                f"expected a key without '/', and not {_RESERVED!r}. Rename it."
             )
+        if str(key) in seen:
+            raise TreeError(
+                f"{path}{key!r}: two keys are written alike: got {key!r} beside another key with "
+                f"the text {str(key)!r}, expected different texts. Rename one."
+            )
+        seen.add(str(key))
         if not _is_array(value) and _has_array(value):
             yield from _entries(f"{path}{key}/", value)
         else:

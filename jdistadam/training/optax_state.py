@@ -174,7 +174,7 @@ def from_optax_state(
 
     With the three values of ``to_optax_state``, and the dtypes of the params as
     ``param_dtypes``, training continues as if the state had never moved; on another number of
-    devices the loss gets other random keys, because the place of a micro-batch is folded into ``rng``.
+    devices the loss gets other random keys: the place of a micro-batch is folded into ``rng``.
 
     If the loss scales of the state and of ``tx`` are both dynamic, the state's scale continues, but
     not below the ``min_scale`` of ``tx``; otherwise the scale begins as ``tx`` says. The number of

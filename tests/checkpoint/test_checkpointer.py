@@ -208,3 +208,20 @@ def test_a_second_saving_process_raises(tmp_path):
         assert f"another one saves into this folder: got pid {os.getpid()}" in done.stderr
         checkpointer.save(state_of(1.0))
     assert jda.checkpoint_steps(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "pipe", "folder"])
+def test_lock_that_is_no_file_raises_and_stays(tmp_path, kind):
+    """The file to which a symbolic link pointed was emptied; a pipe was waited for."""
+    folder, other = tmp_path / "checkpoints", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("kept")
+    lock = folder / ".jdistadam.lock"
+    {"symbolic link": lambda: lock.symlink_to(other), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()  # fmt: skip
+    params = {"w": jnp.ones(3)}
+    state = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
+    with pytest.raises(
+        jda.CheckpointError, match=r"cannot be made or locked: got .*jdistadam\.lock"
+    ):
+        jda.save(folder, state)
+    assert other.read_text() == "kept" and jda.checkpoint_steps(folder) == []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import hashlib
 import json
 import shutil
 import sys
@@ -17,6 +16,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.checkpoint.storage import OLDEST_ORBAX, Reader
 from support.bits import assert_trees_same_bits
+from support.headers import rewrite_header
 from support.lookalike import make_params, make_tx
 from support.paths import ROOT
 from support.samples import often
@@ -126,7 +126,7 @@ def test_every_leaf_is_compared_with_its_checksum(saved, copied, monkeypatch):
     names = list(json.loads(text)["header"]["leaves"])
     assert len(names) == 3 * 4 + 2  # params, main_params, mu, nu; count, grad_norm
     for name in names:
-        rewrite(path, lambda header: header["leaves"][name].update(sum="0" * 16))  # noqa: B023
+        rewrite_header(path, lambda header: header["leaves"][name].update(sum="0" * 16))  # noqa: B023
         if name.startswith("params"):  # their exact values are read
             with pytest.raises(jda.CheckpointError, match="damaged in the files") as caught:
                 jda.restore_params(copied)
@@ -135,15 +135,6 @@ def test_every_leaf_is_compared_with_its_checksum(saved, copied, monkeypatch):
                 jda.restore(copied, shapes_of(tx), tx)
         assert f"state: {name}: damaged in the files: " in str(caught.value)
         path.write_text(text)
-
-
-def rewrite(path, change):
-    """Changes a header, and makes its own checksum fit."""
-    parsed = json.loads(path.read_text())
-    change(parsed["header"])
-    text = json.dumps(parsed["header"], sort_keys=True, separators=(",", ":"))
-    parsed["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    path.write_text(json.dumps(parsed))
 
 
 def test_damaged_headers_raise(saved, copied):
@@ -160,7 +151,7 @@ def test_damaged_headers_raise(saved, copied):
         if change is None:
             path.unlink()
         elif callable(change):
-            rewrite(path, change)
+            rewrite_header(path, change)
         else:
             path.write_text(change)
         with pytest.raises(jda.CheckpointError, match=message) as caught:
@@ -168,6 +159,43 @@ def test_damaged_headers_raise(saved, copied):
         assert str(path) in str(caught.value).split(": ")[0]
         path.write_text(text)
     assert outcome(copied, tx, exported(saved[2], tx)) == "same"
+
+
+OTHER_TYPES = {
+    "all leaves": lambda header: header.update(leaves=[]),
+    "a leaf": lambda header: header["leaves"].update(count=7),
+    "shape": lambda header: header["leaves"]["count"].update(shape="x"),
+    "negative shape": lambda header: header["leaves"]["count"].update(shape=[-1]),
+    "dtype": lambda header: header["leaves"]["count"].update(dtype=["int32"]),
+    "unknown dtype": lambda header: header["leaves"]["count"].update(dtype="int33"),
+    "sum": lambda header: header["leaves"]["count"].update(sum=1),
+    "keys": lambda header: header["leaves"]["count"].update(keys=[1]),
+    "is_count": lambda header: header["leaves"]["count"].update(is_count="yes"),
+    "random key": lambda header: header["leaves"]["count"].update(key="no such generator"),
+    "extra": lambda header: header.update(extra=[1]),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_TYPES)
+def test_headers_of_other_types_raise(saved, copied, change):
+    """Their own checksum fits, so that the types alone tell."""
+    path, text = copied / HEADER, (copied / HEADER).read_text()
+    rewrite_header(path, OTHER_TYPES[change])
+    with pytest.raises(jda.CheckpointError, match="damaged, or of something else") as caught:
+        jda.restore(copied, shapes_of(saved[1]), saved[1])
+    assert str(path) in str(caught.value)
+    for other in ("7", "[1]", '{"header": 1, "sha256": "x"}', "[" * 10**5, "1" * 5000):
+        path.write_text(other)
+        with pytest.raises(jda.CheckpointError, match="damaged, or of something else"):
+            jda.restore(copied, shapes_of(saved[1]), saved[1])
+    path.write_text(text)
+
+
+def test_folders_that_are_no_steps_are_left_out(saved, copied):
+    """int("007") is 7, and digits of other scripts are digits to Python."""
+    for name in ("007", "\u0663", "1_0", "+4"):
+        (copied / name).mkdir()
+    assert outcome(copied, saved[1], exported(saved[2], saved[1])) == "same"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.checkpoint import storage
+from support.headers import rewrite_header
 from support.lookalike import make_params, make_tx
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -159,6 +160,10 @@ def test_checkpoint_without_extra_raises(tmp_path):
         jda.restore_extra(tmp_path, step=7)
 
 
+class Tagged(np.ndarray):
+    """An array with more than numbers, as np.matrix is."""
+
+
 @pytest.mark.parametrize(
     ("leaf", "got"),
     [
@@ -167,6 +172,9 @@ def test_checkpoint_without_extra_raises(tmp_path):
         (np.array([None]), "ndarray array"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "ShapeDtypeStruct"),
         (iter([1]), "list_iterator"),
+        (np.ma.array([1, 2], mask=[True, False]), "MaskedArray"),
+        (np.zeros(2).view(Tagged), "Tagged"),
+        pytest.param(10**5000, "int a number of 16610 bits", id="huge number"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path, leaf, got):
@@ -228,3 +236,30 @@ def test_a_failed_save_leaves_state_and_extra_of_the_one_before(tmp_path, monkey
             checkpointer.save(state_of(), step=2, extra={"epoch": 2, "rows": np.arange(8)})
         monkeypatch.undo()
     assert_same(jda.restore_extra(tmp_path), {"epoch": 1, "rows": np.arange(9)})
+
+
+OTHER_TYPES = {  # of a header whose own checksum fits
+    "kind": lambda extra: extra["extra['epoch']"].update(kind=["int"]),
+    "kind that does not exist": lambda extra: extra["extra['epoch']"].update(kind="complex"),
+    "no kind": lambda extra: extra["extra['epoch']"].pop("kind"),
+    "value": lambda extra: extra["extra['epoch']"].update(value="3"),
+    "keys": lambda extra: extra["extra['epoch']"].update(keys="epoch"),
+    "an entry": lambda extra: extra.update({"extra['epoch']": 3}),
+    "dtype": lambda extra: extra["extra['rows']"].update(dtype=8),
+    "shape": lambda extra: extra["extra['rows']"].update(shape=[3.0]),
+    "another shape": lambda extra: extra["extra['rows']"].update(shape=[4]),
+    "bytes": lambda extra: extra["extra['state']"].update(value="ä"),
+    "an array that is not there": lambda extra: extra.update({"extra['x']": {"keys": ["x"], "kind": "jax"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHER_TYPES)
+def test_extra_of_other_types_in_the_header_raises(tmp_path, change):
+    extra = {"epoch": 3, "rows": np.arange(3), "state": b"abc"}
+    jda.save(tmp_path, state_of(), extra=extra)
+    rewrite_header(tmp_path / HEADER, lambda header: OTHER_TYPES[change](header["extra"]))
+    for read in (jda.restore_extra, lambda x: jda.restore(x, state_of())):
+        with pytest.raises(
+            jda.CheckpointError, match=rf"{HEADER}: damaged, .*(extra|KeyError|JSON)"
+        ):
+            read(tmp_path)
