@@ -1,32 +1,19 @@
-"""Adam's moments and main parameters by parameter, in trees and in flat arrays.
-
-Scattered arrays keep their shards: nothing is sent. The leaves of a packed bucket are gathered,
-because one leaf may be on several devices; such a bucket is small.
-
-[Note: one collective at a time]
-Virtual CPU devices share a pool of threads. If two independent programs with collectives start one
-after the other, each can get some of the threads and wait forever for the devices that have none.
-So every caller that starts such a program waits for it.
-"""
+"""Adam's moments and main parameters by parameter, in trees and in flat arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import compat
 from jdistadam.checkpoint import parts
-from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.guards import (
     LossScaleState,
@@ -35,13 +22,11 @@ from jdistadam.core.guards import (
     continued_norm_guard,
 )
 from jdistadam.core.storage import main_codec_of
-from jdistadam.distributed import flat_moments
+from jdistadam.distributed import bucket_leaves, flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.flat_parts import part_of, with_part
-from jdistadam.distributed.layout import ALIGNMENT, Bucket
+from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
-from jdistadam.distributed.mesh_axes import DataParallel, with_axes
-from jdistadam.distributed.packing import shard_of
 from jdistadam.kernels import sharded_quantized_adam
 from jdistadam.training.placement import copy_to
 
@@ -130,8 +115,8 @@ class FlatAdam:
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
             mine = [alone.pop(i) for i in bucket.leaves]
-            for param, spec in zip(mine, self._form(bucket).specs, strict=True):
-                param.exact_at = place = NamedSharding(config.mesh, spec)
+            for param, place in zip(mine, self._form(bucket).places, strict=True):
+                param.exact_at = place
                 if bucket.has_main:
                     param.kind = config.policy.main_params
                     param.main = part_of(state.main_params, bucket)
@@ -146,9 +131,7 @@ class FlatAdam:
         flat, offset = part_of(flat, bucket), bucket.offset
         if is_flat_codes(flat):
             flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
-        leaves: list[jax.Array] = _extractor(self._form(bucket))(flat, offset // ALIGNMENT)
-        # [Note: one collective at a time]
-        return jax.block_until_ready(leaves) if bucket.is_packed else leaves
+        return bucket_leaves.extracted(self._form(bucket), flat, offset)
 
     @functools.cached_property
     def _new(self) -> dict[str, Any]:
@@ -172,11 +155,11 @@ class FlatAdam:
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
         part = part_of(flat, bucket)
         if is_flat_codes(part):
-            shards = _inserter(form)(None, 0, list(found))
+            shards = bucket_leaves.inserted(form, None, 0, found)
             new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
         else:
-            row = bucket.offset // ALIGNMENT
-            new = with_part(flat, bucket, _inserter(form)(part, row, list(found)))
+            joined = bucket_leaves.inserted(form, part, bucket.offset, found)
+            new = with_part(flat, bucket, joined)
         self._new[section] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -201,76 +184,5 @@ class FlatAdam:
             placed[section] = jax.device_put(flat, config.state_sharding(section))
         return {"": self.state._replace(count=values["count"], **placed)}
 
-    def _form(self, bucket: Bucket) -> _Form:
-        parallel, leaves = self.config.parallel, [self.layout.leaves[i] for i in bucket.leaves]
-        starts = tuple(bucket.starts(leaf.size for leaf in leaves))
-        shapes = tuple(leaf.shape for leaf in leaves)
-        specs = tuple(self._tensor_specs[i] for i in bucket.leaves)
-        if not bucket.is_packed:
-            specs = (with_axes(specs[0], bucket.cut_dim, parallel.state_axes),)
-        return _Form(
-            parallel, bucket.is_packed, bucket.shard_shape, bucket.padding, starts, shapes, specs
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Everything that determines the two programs of a bucket; buckets of one form share them."""
-
-    parallel: DataParallel
-    is_packed: bool
-    shard_shape: tuple[int, ...]
-    padding: int
-    starts: tuple[int, ...]  # of leaves in a packed bucket, and the end of the last one
-    shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel part
-    specs: tuple[P, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shard_shape)
-
-    @property
-    def num_rows(self) -> int:
-        """A shard in rows of ALIGNMENT: in rows, every offset fits into 32 bits."""
-        return -(-self.size // ALIGNMENT)
-
-    def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
-        mesh = self.parallel.mesh
-        mapped = compat.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        return jax.jit(mapped, **kwargs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _extractor(form: _Form) -> Any:
-    """A program that cuts the leaves of a bucket out of a flat array, from a row on."""
-
-    def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
-        shard = memory.cut_lines(flat, row, form.num_rows, ALIGNMENT)[: form.size]
-        if not form.is_packed:
-            return [shard.reshape(form.shard_shape)]
-        whole = collectives.all_gather(shard, form.parallel.state_axes, dim=0, to="varying")
-        return [
-            whole[start : start + math.prod(shape)].reshape(shape)
-            for start, shape in zip(form.starts, form.shapes, strict=False)
-        ]
-
-    return form.compiled(local, (form.parallel.state_spec, P()), list(form.specs))
-
-
-@functools.lru_cache(maxsize=4096)
-def _inserter(form: _Form) -> Any:
-    """The inverse; without a flat array, it returns the shards in whole rows."""
-    spec = form.parallel.state_spec
-
-    def local(flat: Any, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        shard = leaves[0].reshape(-1)
-        if form.is_packed:
-            whole = jnp.zeros((form.starts[-1] + form.padding,), shard.dtype)
-            for start, x in zip(form.starts, leaves, strict=False):
-                whole = lax.dynamic_update_slice_in_dim(whole, x.reshape(-1), start, 0)
-            index = collectives.axis_index(form.parallel.state_axes)
-            shard = shard_of(whole, index, whole.size // form.size, 0)
-        rows = jnp.pad(shard, (0, form.num_rows * ALIGNMENT - form.size))
-        return rows if flat is None else memory.put_lines(flat, rows, row, ALIGNMENT)
-
-    return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)
+    def _form(self, bucket: Bucket) -> bucket_leaves.Form:
+        return bucket_leaves.form_of(self.config, self.layout, bucket, self._tensor_specs)

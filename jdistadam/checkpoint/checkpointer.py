@@ -22,10 +22,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
-from jdistadam.checkpoint.contents import contents_of
+from jdistadam.checkpoint.contents import agreed_extra, contents_of
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
+from jdistadam.training.agreement import LATER_LIMIT_SECONDS, check_agreement
 
 LOCK = ".jdistadam.lock"
 STALE_AFTER = 300.0  # seconds until a file of another machine no longer counts
@@ -123,7 +124,7 @@ class Checkpointer:
             or the previous one in the background.
           LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; it
             is traced. ``extra`` has a leaf that cannot be saved.
-          AgreementError: ``extra`` differs between processes.
+          AgreementError: ``step`` or ``extra`` differs between processes, or one does not save.
         """
         self.check()
         check_step(step)
@@ -133,7 +134,7 @@ class Checkpointer:
                 "lax.scan or the like, expected the arrays that a step returned. "
                 "Save after the step, outside of the jitted function."
             )
-        contents = contents_of(state, self._tx, extra)
+        contents = contents_of(state, self._tx, agreed_extra(step, extra))
         number = contents.about["count"] if step is None else int(step)
         if number == self._last or (self.folder / str(number)).exists():
             raise CheckpointError(
@@ -232,10 +233,14 @@ class Checkpointer:
             if len(text) > 300:  # file names, the system's message, and its end
                 code = re.search(r"os_error_code=\W*(\d+)", str(error))
                 text = f"{text[:100]} … {os.strerror(int(code[1])) if code else text[-200:]}"
+            expected, action = "a folder that can be written", "See to the folder and its disk"
+            if jax.process_count() > 1:
+                expected += ", and no process that has ended"
+                action += ", and to the logs of the other processes"
             raise CheckpointError(
-                f"{self.folder!s}: a checkpoint could not be written; "
-                f"the ones before it are whole: got {type(error).__name__}: {text}, expected a "
-                "folder that can be written. See to the folder and its disk, and save again."
+                f"{self.folder!s}: a checkpoint could not be written; the ones before it are "
+                f"whole: got {type(error).__name__}: {text}, expected {expected}. "
+                f"{action}, and save again."
             ) from error
 
 
@@ -390,6 +395,9 @@ def _check_free(path: Path, file: int) -> None:
 def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
     """Calls a function on the first process; all processes raise if it fails."""
     failure: Any = None
+    if jax.process_count() > 1:  # what follows is a collective
+        processes = range(jax.process_count())
+        check_agreement("save or Checkpointer", {}, processes, LATER_LIMIT_SECONDS)
     if jax.process_index() == 0:
         try:
             function()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,10 @@ from jdistadam.distributed.flat_parts import part_of
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
-from jdistadam.errors import DtypeError, TreeError
+from jdistadam.errors import AgreementError, DtypeError, TreeError
 from jdistadam.kernels.sharded_quantized_adam import encoded
-from jdistadam.training.checks import check_agreement, is_known
+from jdistadam.training.agreement import LATER_LIMIT_SECONDS, check_agreement
+from jdistadam.training.checks import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
 EXTRA = "extra"  # begins the names of an extra tree
@@ -39,7 +42,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _MAX_BITS = 10_000  # of an extra integer: Python converts no texts of more than 4,300 digits
 
 
-def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
+def contents_of(state: Any, tx: Any, extra: Extra | None = None) -> Contents:
     """Returns the contents of a checkpoint of a state and an extra tree; makes no large array yet.
 
     Raises TreeError or LayoutError for a state that cannot be saved, or not with this ``tx``.
@@ -69,8 +72,8 @@ def contents_of(state: Any, tx: Any, extra: Any = None) -> Contents:
     }
     groups = list(_groups(leaves, flat, about["count"]))
     if extra is not None:
-        about["extra"], arrays = _of_extra(extra)
-        groups += arrays
+        about["extra"] = extra.about
+        groups += [_whole(name, x, key=extra.keys.get(name)) for name, x in extra.arrays.items()]
     names = collections.Counter(entry.name for group in groups for entry in group.entries)
     if twice := [name for name, times in names.items() if times > 1]:
         raise TreeError(
@@ -171,13 +174,13 @@ def _of_main(name: str, x: Any, params: dict[str, Any]) -> Iterator[Group]:
         yield Group([Entry(name, x.shape, _FLOAT32)], lambda: [_exact(param, x)], 4 * x.size)
 
 
-def _whole(name: str, x: Any, **kwargs: Any) -> Group:
+def _whole(name: str, x: Any, key: str | None = None, **kwargs: Any) -> Group:
     """An array that is saved unchanged; random keys as their words."""
     if trees.is_key(x):
-        return _whole(name, jax.random.key_data(x), key=str(jax.random.key_impl(x)), **kwargs)
+        x, key = jax.random.key_data(x), str(jax.random.key_impl(x))
     if not isinstance(x, jax.Array):
         x = _placed(name, x)
-    entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), **kwargs)
+    entry = Entry(name, tuple(x.shape), jnp.dtype(x.dtype), key, **kwargs)
     part = x.sharding.shard_shape(x.shape)
     # orbax writes from devices.
     return Group([entry], lambda: [memory.from_host(x)], math.prod(part) * entry.dtype.itemsize)
@@ -203,29 +206,61 @@ def _placed(name: str, x: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, everywhere, lambda i: array[i])
 
 
-def _of_extra(extra: Any) -> tuple[dict[str, dict[str, Any]], Iterator[Group]]:
-    """The header's entries of an extra tree, by name, and its arrays: numpy's as their bytes.
+class Extra(NamedTuple):
+    """An extra tree: the header's entry of each leaf, and its arrays; numpy's as their bytes."""
+
+    about: dict[str, dict[str, Any]]
+    arrays: dict[str, Any]
+    keys: dict[str, str]  # implementations of random keys that processes hold as their words
+
+
+def agreed_extra(step: int | None, extra: Any) -> Extra | None:
+    """Returns what is saved of an extra tree, once all processes are about to save the same.
 
     Raises TreeError for a leaf that cannot be saved, AgreementError if processes differ.
     """
+    several = jax.process_count() > 1
+    agree = functools.partial(check_agreement, "save", processes=range(jax.process_count()))
+    try:
+        found = None if extra is None else _of_extra(extra, is_local=several)
+    except TreeError as error:
+        if several:  # which the others hear, instead of waiting
+            with contextlib.suppress(AgreementError):
+                agree({EXTRA: f"{type(error).__name__}: {error}"}, limit=LATER_LIMIT_SECONDS)
+        raise
+    if several:
+        facts = {"step": str(step)} | _facts_of(found)
+        agree(facts, limit=LATER_LIMIT_SECONDS)
+    return found
+
+
+def _of_extra(extra: Any, *, is_local: bool) -> Extra:
     leaves = list(parts.leaves(EXTRA, extra, lambda x: x is None))  # None is a value too
     about = {x.name: {"keys": x.keys} | described(x.name, x.value) for x in leaves}
-    several = jax.process_count() > 1
-    arrays: dict[str, Any] = {}
-    facts = {EXTRA: ", ".join(about)}  # what all processes must agree on: all but global arrays
+    arrays, keys = dict[str, Any](), dict[str, str]()
     for name, x, *_ in leaves:
-        said = {key: value for key, value in about[name].items() if key != "keys"}
         if isinstance(x, np.ndarray | np.generic):
             arrays[name] = np.frombuffer(x.tobytes(), np.uint8)
+        elif isinstance(x, jax.Array) and is_local and x.is_fully_addressable:
+            if trees.is_key(x):
+                keys[name], x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+            arrays[name] = np.asarray(x)
         elif isinstance(x, jax.Array):
-            is_local = several and x.is_fully_addressable and not trees.is_key(x)
-            arrays[name] = np.asarray(x) if is_local else x
-        if several and isinstance(arrays.get(name), np.ndarray):
-            said["sha256"] = hashlib.sha256(arrays[name].tobytes()).hexdigest()
-        facts[name] = str(said)
-    if several and about:
-        check_agreement(facts, range(jax.process_count()))
-    return about, (_whole(name, x) for name, x in arrays.items())
+            arrays[name] = x
+    return Extra(about, arrays, keys)
+
+
+def _facts_of(extra: Extra | None) -> dict[str, str]:
+    """What processes must agree on: all leaves but global arrays."""
+    if extra is None:
+        return {EXTRA: "no extra"}
+    facts = {EXTRA: ", ".join(extra.about)}
+    for name, about in extra.about.items():
+        said = {key: value for key, value in about.items() if key != "keys"}
+        if isinstance(x := extra.arrays.get(name), np.ndarray):
+            said["sha256"] = hashlib.sha256(x.tobytes()).hexdigest()
+        facts[name] = f"{said} {extra.keys.get(name, '')}".strip()
+    return facts
 
 
 def described(name: str, x: Any) -> dict[str, Any]:

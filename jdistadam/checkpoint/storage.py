@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jdistadam.checkpoint.checksum import PartialSums, totals
 from jdistadam.checkpoint.parts import Entry
@@ -387,9 +387,9 @@ class Reader:
             x = next(found) if math.prod(shape) else empty(shape, dtype, place)
             if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (shape, dtype):
                 raise self._damaged(entry, f"{x!r:.100}", f"{dtype}, shape {shape}")
-            # On Explicit axes shardings come back in another spelling; nothing is copied.
-            arrays.append(jax.device_put(x, place))
-        return arrays
+            arrays.append(x)
+        # Replicas are copied. On Explicit axes shardings come back in another spelling; nothing is.
+        return jax.device_put(arrays, [place for _, place in wanted])
 
     def load(self, wanted: Sequence[Wanted]) -> list[Any]:
         """Returns arrays as orbax reads them."""
@@ -398,7 +398,7 @@ class Reader:
         about |= dict(is_ocdbt_checkpoint=True, ts_context=self._context)
         for entry, place in wanted:
             infos.append(kinds.ParamInfo(name=_escaped(entry.name), **about))
-            shape, dtype = entry.shape, entry.dtype
+            shape, dtype, place = entry.shape, entry.dtype, _read_at(place)
             args.append(kinds.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype))
 
         async def run() -> Any:
@@ -418,6 +418,13 @@ class Reader:
             f"{self._folder}: {entry.name}: damaged in the files: got {got}, expected {expected}. "
             "Restore another step."
         )
+
+
+def _read_at(place: Sharding) -> Sharding:
+    """Where an array is read: replicas of one process are copies of a single one."""
+    if len(place.device_set) > 1 and place.is_fully_replicated and place.is_fully_addressable:
+        return SingleDeviceSharding(min(place.addressable_devices, key=lambda x: x.id))
+    return place
 
 
 def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:

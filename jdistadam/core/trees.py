@@ -40,6 +40,24 @@ def parts_of(tree: Any, kind: Any) -> list[Any]:
     return [x for x in parts if isinstance(x, kind)]
 
 
+def batches_of_equals(kinds: Sequence[Any], most: int) -> list[list[int]]:
+    """Returns all indices in batches of at most ``most``, as many as possible of one kind.
+
+    So programs for batches are few. Up to ``most`` items are a single batch, in their order.
+
+    Example:
+      >>> batches_of_equals("aabaabc", 2), batches_of_equals("aab", 3)
+      ([[0, 1], [3, 4], [2, 5], [6]], [[0, 1, 2]])
+    """
+    of_kind: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        of_kind.setdefault(kind, []).append(i)
+    ends = {kind: len(same) // most * most for kind, same in of_kind.items()}
+    full = [same[: ends[kind]] for kind, same in of_kind.items()]
+    rest = sorted(i for kind, same in of_kind.items() for i in same[ends[kind] :])
+    return [run[k : k + most] for run in (*full, rest) for k in range(0, len(run), most)]
+
+
 def is_traced(tree: Any) -> bool:
     """Whether a leaf is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

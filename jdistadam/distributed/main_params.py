@@ -20,7 +20,7 @@ from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import flat_moments, host_memory, packing
+from jdistadam.distributed import bucket_leaves, flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Bucket, Layout
@@ -64,6 +64,8 @@ def with_main_params(
             return None
         if "main_params" in config.on_host:
             return _new_on_host(config, layout, specs, main)
+        if bucket_leaves.are_many(layout):
+            return _new_by_buckets(config, layout, main)
         shard = compat.shard_map(
             lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
             mesh=config.mesh,
@@ -74,6 +76,19 @@ def with_main_params(
 
     flat = in_parts(config, layout, new)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
+
+
+def _new_by_buckets(config: DistributedConfig, layout: Layout, main: Params) -> jax.Array:
+    """Main parameters of global arrays, made by programs that other buckets share."""
+    flat = flat_moments.zeros(config, layout, "main_params")
+    specs, leaves = jax.tree.leaves(config.tensor_specs(main)), jax.tree.leaves(main)
+    for bucket in layout.buckets:
+        if bucket.has_main:
+            form = bucket_leaves.form_of(config, layout, bucket, specs)
+            form = dataclasses.replace(form, main=config.policy.main_params)
+            placed = jax.device_put([leaves[i] for i in bucket.leaves], form.places)
+            flat = bucket_leaves.inserted(form, flat, bucket.offset, placed)
+    return flat
 
 
 def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Params) -> jax.Array:

@@ -28,7 +28,7 @@ from jdistadam.core.guards import (
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.trees import Grads, Params
-from jdistadam.distributed import model_axes
+from jdistadam.distributed import bucket_leaves, model_axes
 from jdistadam.distributed.checks import (
     arrays_on_host,
     check_arguments,
@@ -311,23 +311,25 @@ class _Functions:
         specs = global_specs(config, layout, params)
         placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
         params = jax.device_put(compat.row_major(params), placed)
-        is_on_host = bool(config.on_host) and not trees.is_traced(params)
+        is_large = bool(config.on_host) or bucket_leaves.are_many(layout)
+        is_apart = is_large and not trees.is_traced(params)
         no_arrays: Any = dict.fromkeys(FLAT_ARRAYS)
 
         def local(params: Params) -> DistributedState:
             new = init_local(config, layout, params)
-            return new._replace(**no_arrays) if is_on_host else new
+            return new._replace(**no_arrays) if is_apart else new
 
         make = compat.shard_map(
             local,
             mesh=config.mesh,
             in_specs=(specs,),
-            out_specs=self.specs._replace(**no_arrays) if is_on_host else self.specs,
+            out_specs=self.specs._replace(**no_arrays) if is_apart else self.specs,
         )
         state: DistributedState = jax.jit(make)(params)
-        if not is_on_host:
+        if not is_apart:
             return state
-        # Arrays that may not fit on the device are made on the host and filled in windows.
+        # Arrays that may not fit on the device are made on the host and filled in windows, those of
+        # many leaves bucket by bucket.
         moments = {name: zeros(config, layout, name) for name in ("mu", "nu")}
         state = with_main_params(config, layout, specs, state._replace(**moments), params)
         return with_new_ema(config, layout, specs, state, params, state.main_params)

@@ -23,7 +23,7 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import differs, find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import PolicyError
-from jdistadam.training.checks import agree
+from jdistadam.training.agreement import agree, agree_again, texts_of
 from jdistadam.training.local_gradients import Forward, mean_loss
 from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import over_devices, rows_spec
@@ -39,6 +39,11 @@ class EvalProgram:
     tx: DistributedTransformation
     loss_function: LossFunction
     batch_spec: P
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``eval_step`` but the loss and the optimizer, by name."""
+        return {"batch_spec": self.batch_spec} | self.loss_function.arguments
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Evaluates; ``opt_state`` is None if the layout of the state was compared before."""
@@ -87,13 +92,14 @@ class EvalStep:
         """Returns ``(loss, aux)``. Donates nothing and leaves the state unchanged.
 
         Inside a program a state cannot be inspected: for one of another layout the loss is NaN.
-        Several processes first compare, once, the programs that they are about to run.
+        Several processes first compare the programs that they are about to run, and before later
+        evaluations wait for each other.
 
         Returns:
           The loss, shape (), float32, and ``aux``, as ``eval_step`` says.
 
         Raises:
-          AgreementError: The processes do not all run the same program.
+          AgreementError: The processes do not all run the same program, or one does not come.
           LayoutError: The state has another layout.
           MeshError: The state is sharded over another mesh, in host memory, or was donated.
         """
@@ -108,9 +114,12 @@ class EvalStep:
         check_alive(optimizer_state, state)
         state, _ = checked(state, optimizer_state, self.tx)
         state = dataclasses.replace(state, opt_state=None)
-        if not self._has_agreed:
+        if self._has_agreed:
+            agree_again("eval_step", self.tx.config)
+        else:
+            facts = functools.partial(texts_of, self._program.arguments)
             lower = functools.partial(self._jitted.lower, state, batch)
-            agree(self.tx.config, state.params, lower)
+            agree("eval_step", self.tx.config, state.params, facts, lower, batch)
             self._has_agreed = True
         return self._jitted(state, batch)
 

@@ -58,6 +58,11 @@ class LossFunction:
                 "loss_fn(params, batch). Call train_step(loss_fn, tx) or eval_step(loss_fn, tx)."
             )
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """How its results are read, by name."""
+        return {"has_aux": self.has_aux, "weighted": self.weighted}
+
     def __call__(self, params: Params, batch: Any, model_state: Any, rng: Any) -> LossOutput:
         """Calls it with the enabled keywords."""
         given = {"model_state": model_state, "rng": rng}

@@ -32,22 +32,31 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
     on_device = jax.tree.map(memory.device_sharding, sharding)
-    placed = jax.device_put(compat.row_major(jax.tree.unflatten(treedef, words)), on_device)
-    copies = _copies(placed, tuple(kinds))
+    tree = jax.device_put(compat.row_major(jax.tree.unflatten(treedef, words)), on_device)
+    placed = jax.tree.leaves(tree)
+    types = [(*type_of(x), getattr(x, "sharding", None)) for x in placed]
+    for some in trees.batches_of_equals(types, _MOST_COPIES):
+        copied = _copies([placed[i] for i in some], tuple(kinds[i] for i in some))
+        for i, x in zip(some, copied, strict=True):
+            placed[i] = x
+    copies = jax.tree.unflatten(treedef, placed)
     if not any(map(memory.is_on_host, jax.tree.leaves(sharding))):
         return copies
     return jax.device_put(copies, sharding)  # copies made by a program are on the device
 
 
+_MOST_COPIES = 256  # in one program: [Note: programs of few leaves]
+
+
 @functools.partial(jax.jit, static_argnums=1)
-def _copies(tree: Any, kinds: tuple[Any, ...]) -> Any:
+def _copies(arrays: Sequence[Any], kinds: tuple[Any, ...]) -> list[Any]:
     """Copies of arrays; words become random keys if ``kinds`` has their implementation."""
 
     def one(x: Any, kind: Any) -> Any:
         copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
         return copied if kind is None else jax.random.wrap_key_data(copied, impl=kind)
 
-    return jax.tree.unflatten(jax.tree.structure(tree), map(one, jax.tree.leaves(tree), kinds))
+    return [one(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
 
 
 def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:

@@ -54,6 +54,11 @@ class StepProgram:
     options: StepOptions
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``train_step`` but the loss and the optimizer, by name."""
+        return vars(self.options) | self.loss_function.arguments
+
+    @property
     def batch_spec(self) -> P:
         """PartitionSpec of the batch."""
         given = self.options.batch_spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from jdistadam.distributed.main_params import (
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
+from jdistadam.training.agreement import agree, values_of
 from jdistadam.training.checks import (
-    agree,
     check_created,
     check_structure,
     is_known,
@@ -168,7 +169,8 @@ class TrainState:
         replicated = NamedSharding(tx.config.mesh, P())
         # Placed with the trained dtypes: tx records the dtypes that it sees.
         trained = _trained(params, param_dtypes)
-        agree(tx.config, trained)
+        values = functools.partial(values_of, params=params, model_state=model_state, rng=rng)
+        agree("TrainState.create", tx.config, trained, values)
         params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx, params, trained)

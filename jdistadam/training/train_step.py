@@ -31,8 +31,8 @@ from jdistadam.distributed.schedule import MERGED_BYTES
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
+from jdistadam.training.agreement import agree, texts_of
 from jdistadam.training.checks import (
-    agree,
     is_known,
     remember_params,
     remember_returned,
@@ -197,7 +197,9 @@ class TrainStep:
             return self._step(state, batch)
         check_alive(optimizer_state, None if is_ours else state)
         if not self._has_agreed:
-            agree(self.tx.config, state.params, functools.partial(self.lower, state, batch))
+            facts = functools.partial(texts_of, self._step.arguments)
+            lower = functools.partial(self.lower, state, batch)
+            agree("train_step", self.tx.config, state.params, facts, lower, batch)
             self._has_agreed = True
         apart_already = returned_arrays(state)
         state = with_numbers_as_arrays(state, self.tx.config.mesh, apart_already)

@@ -79,11 +79,27 @@ DIFFERENCES = {
     "policy": "policy: differs between process 1 and process 0: got .*bfloat16",
     "layout": r"layout: differs between process 1 and process 0: got leaf \['w'\]: shape .*512",
     "program": "program: differs between process 1 and process 0: .* look for what loss_fn",
+    "learning rate": r"learning_rate: differs between process 1 and process 0: got 0\.5, expected 0\.01",
+    "max_grad_norm": r"max_grad_norm: differs between process 1 and process 0: got 1\.0, expected None",
+    "accumulate_steps": "accumulate_steps: differs between process 1 and process 0: got 2, expected 1",
+    "batch": r"batch: differs .* got batch float32 rows of \(32,\), expected batch float32 rows of \(64,\)",
+    "params": r"params: differs .* got params\['b'\] float32 \(4,\) with digest .*Draw them from one seed",
+    "model state": r"model_state: differs .* got model_state\['n'\] float64 \(2,\) with digest",
+    "rng": r"rng: differs .* got rng key<threefry2x32> uint32 \(2,\) with digest .*, expected none",
+    "another rng": "rng: differs .* got rng key<threefry2x32> uint32 .* expected rng key<threefry2x32> uint32 ",
+    "save step": "step: differs between process 1 and process 0: got 5, expected 4",
+    "save without extra": r"extra: differs .* got no extra, expected extra\['epoch'\]",
+    "save another key": r"extra\['key'\]: differs .* got .*sha256.* threefry",
+    "save other call": "call: differs between process 1 and process 0: got eval_step, expected save or Checkpointer",
     "versions": "versions: differs between process 1 and process 0: got jdistadam 0.0.0",
     "extra": r"extra\['epoch'\]: differs between process 1 and process 0: got .*3.*expected .*2",
     "raises": "program: differs .* got ValueError: the data of this process is missing",
 }
-NEVER_CAME = "process 1: did not come to its first step within 2 s: got no word"
+REFUSED = (
+    r"extra: differs between process 1 and process 0: got TreeError: extra\['x'\]: nothing that"
+)
+SAME = ("nothing", "rows", "save nothing", "save refused extra")
+NEVER_CAME = "process 1: did not come to train_step within 2 s: got no word"
 
 
 def test_processes_that_differ_stop_before_the_first_step(tmp_path):
@@ -91,13 +107,23 @@ def test_processes_that_differ_stop_before_the_first_step(tmp_path):
 
     So they do before they save other values beside a state; equal ones come back in each.
     """
-    whats = [*DIFFERENCES, "nothing", "never comes"]
+    whats = [*DIFFERENCES, *SAME, "never comes"]
     running = started(DIFFER, 2, lambda i, port: [str(i), str(port), str(tmp_path), *whats])
     outputs = [process.communicate(timeout=200)[0] for process in running]
     for output in outputs:
         said = dict(re.findall(r"^(\w[\w ]*) -> (.*)$", output, re.MULTILINE))
         for what, message in DIFFERENCES.items():
             assert re.search("AgreementError: " + message, said[what]), output[-3000:]
-        assert said.get("nothing", "").startswith("loss "), output[-3000:]
+        for what in SAME:
+            assert said.get(what, "").startswith("loss "), output[-3000:]
+        assert re.search(REFUSED, said["save refused extra refused"]) or output == outputs[1]
     assert said["never comes"] == "left"  # the second process
     assert f"never comes -> AgreementError: {NEVER_CAME}" in outputs[0], outputs[0][-3000:]
+
+
+def test_extra_evaluation_in_one_process_ends_in_time(tmp_path):
+    """The second process evaluates once more, and the first one takes a step: both would wait."""
+    running = started(DIFFER, 2, lambda i, port: [str(i), str(port), str(tmp_path), "evaluation"])
+    outputs = [process.communicate(timeout=100)[0] for process in running]
+    message = "evaluation -> AgreementError: process 0: did not come to eval_step within 6 s"
+    assert message in outputs[1], outputs[1][-3000:]

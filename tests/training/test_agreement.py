@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jdistadam import compat
-from jdistadam.training import checks
+from jdistadam.training import agreement
 
 
 class Client:
@@ -22,6 +22,9 @@ class Client:
     def blocking_key_value_get(self, key, milliseconds):
         return '""'
 
+    def key_value_delete(self, key):
+        raise AssertionError("only the first process deletes")
+
 
 @pytest.mark.parametrize("others_before", [0, 2])
 def test_agreements_of_others_do_not_move_the_keys(monkeypatch, others_before):
@@ -29,14 +32,14 @@ def test_agreements_of_others_do_not_move_the_keys(monkeypatch, others_before):
     client = Client()
     monkeypatch.setattr(compat, "coordination_client", lambda: client)
     counts = collections.defaultdict(itertools.count)
-    monkeypatch.setattr(checks, "_NUMBERS", counts)
+    monkeypatch.setattr(agreement, "_NUMBERS", counts)
     monkeypatch.setattr(jax, "process_index", lambda: 2)
-    checks.check_agreement({}, (0, 2))
+    agreement.check_agreement("save", {}, (0, 2))
     (alone,) = client.keys
     counts.clear()
     for _ in range(others_before):
-        checks.check_agreement({}, (0, 1))
-    checks.check_agreement({}, (0, 2))
+        agreement.check_agreement("save", {}, (0, 1))
+    agreement.check_agreement("save", {}, (0, 2))
     assert client.keys[-1] == alone
-    checks.check_agreement({}, (0, 2))
+    agreement.check_agreement("save", {}, (0, 2))
     assert client.keys[-1] != alone  # the next one of the same processes
