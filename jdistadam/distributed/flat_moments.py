@@ -135,7 +135,10 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
 
     def made_on_host(x: Any) -> jax.Array:  # the device need not have room for it
         shape = (devices * x.shape[0],)
-        return jax.make_array_from_callback(shape, sharding, lambda _: np.zeros(x.shape, x.dtype))
+        with jax.transfer_guard_host_to_device("allow"):  # from the host to its pinned memory
+            return jax.make_array_from_callback(
+                shape, sharding, lambda _: np.zeros(x.shape, x.dtype)
+            )
 
     if name in config.on_host:
         return jax.tree.map(made_on_host, types)

@@ -290,6 +290,9 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
     size = shard.value.size * parallel.size(parallel.shard_axes)
     gather_phase, reduce_phase = phases_of_shard(parallel, config.policy, size, shard.dtype)
     run = model_axes.on_each_shard(config, shard.spec)
+    # JAX keeps the functions below: they must not hold the traced value.
+    dtype, held_dtype, value = shard.dtype, shard.value.dtype, shard.value
+    del shard
 
     def whole(x: jax.Array) -> Any:
         return communication.gather_parameters(gather_phase, x, dim, to="varying")
@@ -299,7 +302,7 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
 
     @jax.custom_vjp
     def gather(value: jax.Array, weight: Any) -> jax.Array:
-        own = value.astype(shard.dtype)  # exact: [Note: widened shards]
+        own = value.astype(dtype)  # exact: [Note: widened shards]
         # Typed as varying: otherwise types would sum the gradient of every use over the devices.
         return run(whole, own)
 
@@ -309,8 +312,8 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
     def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
         if weight is not None:
             cotangent = weighted(cotangent.astype(jnp.float32), weight)
-        summed = run(part_of_sum, cotangent).astype(shard.value.dtype)
+        summed = run(part_of_sum, cotangent).astype(held_dtype)
         return summed, None if weight is None else jnp.zeros_like(weight)
 
     gather.defvjp(forward, backward)
-    return gather(shard.value, weight)
+    return gather(value, weight)
