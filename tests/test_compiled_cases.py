@@ -30,7 +30,7 @@ def test_it_has_the_bits_of_the_interpreter(row):
 
 
 def test_every_pair_of_values_is_in_a_row():
-    assert len(ROWS) <= 40
+    assert len(ROWS) <= 45
     missing = covering.possible() - set().union(*map(covering.pairs, ROWS))
     assert not missing, "run: PYTHONPATH=tests python -m support.covering"
 
@@ -110,7 +110,7 @@ PLANTED = (wrong_pairs, wrong_dtype, lost_micro_batch, wrong_divisor, old_parame
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_fault_is_found(monkeypatch, plant):
     plant(monkeypatch)
-    with pytest.raises(AssertionError, match=r"elements differ in bits"):
+    with pytest.raises(AssertionError, match=r"elements differ in bits|^grad_norm: got"):
         compile_and_interpret(covering.configuration(CASE))
 
 

@@ -43,10 +43,12 @@ PLAIN = dict(
     main="float32", main_grads="float32", grad_comm="bfloat16", grad_reduce="float32",
     param_comm=None, mu="float32", nu="float32", rounding="nearest", float32_moments=False,
     micro=3, loss_scale="none", clip=None, average=True, data="any", skip=0, move="none",
+    ema_decay=None, norm_guard=None, norms=None, weighted=False,
 )  # fmt: skip
 REPLICAS = dict(
     mesh="replicas last", axes="auto", specs="rows", strategy="optim_grads", outer="optim",
-    reshard=True, bucket_bytes=20_000, stacked=False, communication="auto",
+    reshard=True, bucket_bytes=20_000, stacked=False, communication="auto", state_memory="device",
+    early_updates=None, gathered_in_model=False,
 )  # fmt: skip
 CONFIG = fitted(7, PLAIN, [REPLICAS, {}], {"matrix", "odd", "row", "scalar"})
 

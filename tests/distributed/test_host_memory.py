@@ -8,17 +8,16 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory, packing
+from jdistadam.distributed import host_memory
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
 from jdistadam.kernels.host_copy import Lines
-from support import h200, model_axes, own_loop
+from support import h200, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
 from support.exact_sums import HYPER, linear_loss, random_params
@@ -90,23 +89,6 @@ CASES = {
     "ZeRO-3": ("tuple-optim_grads_params", "8 bits", dict(loss_scale=DYNAMIC)),
     "gathered once": ("flat-optim_grads_params", "comm", dict(reshard_after_forward=False)),
 }
-
-
-@pytest.mark.parametrize("case", CASES)
-@often(lambda case: case in ("one device", "ZeRO-3"))
-def test_steps_have_the_bits_of_a_state_on_the_device(case):
-    """Ten of three micro-batches, one of them skipped, with a moving average."""
-    place, policy, options = CASES[case]
-    found = {}
-    for memory in BOTH:
-        tx = make_tx(place, policy, **SMALL, **options, state_memory=memory, ema_decay=0.9)
-        first = few(tx, policy)
-        assert memories(first.opt_state) == {memory}
-        found[memory] = state, metrics = run(tx, first)
-        assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
-        layout = tx.layout(state.params)
-        assert len(host_memory.windows(layout, range(len(layout.buckets)), splits=True)) >= 2
-    assert_trees_same_bits(*found.values(), case)
 
 
 APART = ("mu",), ("mu", "nu"), ("main_params", "ema"), ("nu", "main_params", "ema"), ("ema",)
@@ -219,21 +201,6 @@ def test_a_state_with_other_parts_is_an_error():
         jda.train_step(linear_loss, txs[0])(few(txs[1], "bfloat16"), given)
 
 
-def test_calls_in_windows_beside_whole_ones():
-    """Parameters without main parameters have nothing in host memory."""
-    params = of_few(random_params(jnp.bfloat16))
-    params["rows"] = params["rows"].astype(jnp.float32)
-    found = []
-    for memory in ("device", on_host("main_params"), lambda p: BOTH["columns" in p]):
-        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
-        tx = make_tx("one device", "remainder16", mesh=mesh, state_memory=memory, **SMALL)
-        found.append(run(tx, jda.TrainState.create(params, tx)))
-    parts = tx.layout(params).parts
-    assert [{x.has_main for x in part.buckets} for part in parts] == [{True}, {True, False}]
-    assert_trees_same_bits(*found[:2])
-    assert_trees_same_bits(found[0][0].params, found[2][0].params)
-
-
 def test_a_dict_is_read_once():
     """In the order of the arrays of a state: programs of several processes are equal."""
     given = on_host("ema", "nu", "mu", "main_params")
@@ -261,45 +228,6 @@ def test_another_choice_of_arrays_is_an_error():
     with pytest.raises(jda.MeshError, match=r"params.*in host memory.* jax\.memory\.Space\.Device"):
         step(dataclasses.replace(state, params=params), given)
     step(state, given)
-
-
-def test_windows_are_all_of_the_state_once(monkeypatch):
-    tx = make_tx("flat-optim", "bfloat16", **SMALL)
-    params = dict(random_params(), b=jnp.zeros(40_000, jnp.bfloat16))
-    layout = tx.layout(params)
-    assert {x.has_main for x in layout.buckets} == {True}
-    some = [dataclasses.replace(x, has_main=i < 2) for i, x in enumerate(layout.buckets)]
-    layout = dataclasses.replace(layout, buckets=tuple(some))
-    found = host_memory.windows(layout, range(len(some)), splits=False)
-    assert [x.bucket_index for window in found for x in window] == list(range(len(some)))
-    sizes = [sum(x.bucket.shard_size for x in window) for window in found]
-    assert all(len(x) == 1 or n <= host_memory.WINDOW for x, n in zip(found, sizes, strict=True))
-
-    def largest_window(splits):
-        return max(x.layout.flat_size for x in host_memory.parts(layout, splits=splits))
-
-    largest = largest_window(splits=False)
-    assert largest == max(-(-n // 128) * 128 for n in sizes) > host_memory.WINDOW
-    packed = max(-(-x.shard_size // 128) * 128 for x in some if x.is_packed)
-    assert largest_window(splits=True) == max(packed, host_memory.WINDOW)
-    for splits in (False, True):
-        pieces = [
-            x
-            for found in host_memory.windows(layout, range(len(some)), splits=splits)
-            for x in found
-        ]
-        for i, bucket in enumerate(some):
-            mine = [x for x in pieces if x.bucket_index == i]
-            assert sum(x.bucket.shard_size for x in mine) == bucket.shard_size
-            assert [x.bucket.offset - bucket.offset for x in mine] == [x.start or 0 for x in mine]
-    monkeypatch.setattr(host_memory, "WINDOW", layout.flat_size)
-    apart = host_memory.windows(layout, [0, *range(2, len(some))], splits=True)
-    assert [x.bucket_index for x in apart[0]] == [0]  # without those of another kernel call
-    found = host_memory.windows(layout, range(len(some)), splits=True)
-    assert [[x.bucket_index for x in window] for window in found] == [
-        [0, 1],
-        [*range(2, len(some))],
-    ]
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "8 bits"])
@@ -392,28 +320,6 @@ def test_in_programs_of_the_users_own():
     assert_trees_same_bits(*found.values())
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@often(lambda kind: kind == "explicit")
-def test_over_a_model_axis_in_a_chain_with_injected_numbers(kind):
-    """A nested region, which is manual over the axis that is left to XLA."""
-    mesh, found = model_axes.mesh_of("2x4", kind), {}
-    specs = {"rows": P("model"), "columns": P(None, "model"), "prime": P()}
-    params = {name: random_params()[name] for name in specs}
-    for memory in BOTH:
-        adam = jda.inject_hyperparams(jda.fused_adamw)(**HYPER)
-        inner = jda.distributed(
-            adam, mesh=mesh, param_specs=specs, state_memory=memory, ema_decay=0.9, **SMALL
-        )
-        tx = jda.chain(optax.scale_by_schedule(lambda count: 0.5 + 0 * count), inner)
-        step = jda.train_step(squares, tx, accumulate_steps=2)
-        state = jda.TrainState.create(params, tx)
-        for i in range(3):
-            state, _ = step(state, np.linspace(1 + i, 2, 8, dtype=np.float32))
-        assert memories(state.opt_state[1][-1]) == {memory}
-        found[memory] = state
-    assert_trees_same_bits(*found.values())
-
-
 CODED = dict(main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block8")
 CODED |= dict(rounding="stochastic", seed=3)
 
@@ -446,53 +352,6 @@ def test_windows_follow_the_backward_pass(wrap, monkeypatch):
         step = jda.train_step(wrap(loss), tx)
         step(jda.TrainState.create(params, tx), jnp.ones((4, 32)))
     assert orders == [[3, 2, 1, 0], [0, 1, 2, 3]]
-
-
-SPLIT_CASES = {  # mesh axes, options of the algorithm and of the distribution
-    "codes": ((("data", 2),), CODED, dict(sharding_strategy="optim_grads")),
-    "codes, ZeRO-3": ((("data", 4),), CODED, dict(sharding_strategy="optim_grads_params")),
-    "codes, model axis": ((("data", 2), ("model", 2)), CODED, dict(param_specs={"wide": P(None, None, "model"), "rows": P("model"), "odd": P()})),
-    "floats": ((("data", 2),), {}, dict(max_grad_norm=1.0)),
-    "moments alone": ((("data", 1),), dict(main_params_dtype=None, rounding="stochastic", seed=3, nu_dtype="block16"), {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SPLIT_CASES)
-@often(lambda case: case in ("codes, ZeRO-3", "codes, model axis", "floats"))
-def test_windows_that_are_parts_of_leaves(case, monkeypatch):
-    """Large leaves, such as those of stacked layers, are stepped in parts, with the same bits."""
-    monkeypatch.setattr(host_memory, "WINDOW", 4096)
-    axes, options, chosen = SPLIT_CASES[case]
-    names, shape = zip(*axes, strict=True)
-    mesh, found, rng = jax.make_mesh(shape, names), {}, np.random.default_rng(0)
-    shapes = {"wide": (8, 16, 256), "rows": (256, 384), "odd": (7, 3)}
-    params = {k: jnp.asarray(rng.normal(size=v), jnp.bfloat16) for k, v in shapes.items()}
-    for memory in BOTH:
-        adam = jda.fused_adamw(**HYPER, **options)
-        tx = jda.distributed(
-            adam, mesh=mesh, state_memory=memory, ema_decay=0.9, bucket_bytes=1 << 10, **chosen
-        )
-        step = jda.train_step(squares, tx, accumulate_steps=2 if case == "floats" else 1)
-        state = jda.TrainState.create(params, tx)
-        for i in range(4):
-            state, _ = step(state, np.linspace(1 + i, -2, 8, dtype=np.float32))
-        found[memory] = state
-    layout = tx.layout(params)
-    windows = host_memory.windows(layout, range(len(layout.buckets)), splits=True)
-    split = {piece.bucket_index for window in windows for piece in window if piece.start}
-    leaves = {layout.leaves[layout.buckets[i].leaf].path for i in split}
-    assert leaves == {"params['rows']", "params['wide']"}
-    assert_trees_same_bits(*found.values())
-
-
-def test_parts_of_a_shard_are_joined_by_their_first_elements():
-    tx = make_tx("flat-optim", "bfloat16", **SMALL)
-    layout = tx.layout(random_params(jnp.bfloat16))
-    (bucket, *_) = (x for x in layout.buckets if x.shard_size > 256)
-    whole = jnp.arange(bucket.shard_size).reshape(bucket.shard_shape)
-    parts = {256: whole.reshape(-1)[256:], 0: whole.reshape(-1)[:256]}
-    assert_trees_same_bits(packing.joined(bucket, parts), whole)
-    assert packing.joined(bucket, {0: whole}) is whole
 
 
 def squares(params, x):

@@ -19,7 +19,6 @@ from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes
 from support.h200 import compile_step
 from support.samples import often
-from support.scanned import is_stacked, make_params, scanned_products
 
 SHAPES = {
     "rows": (256, 96),
@@ -155,87 +154,6 @@ def as_floats(name, moments):
     return jax.tree.map(one, moments, is_leaf=is_codes)
 
 
-GATHERED_ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
-CUTS = {
-    "1": dict(shape=(1,)),
-    "2": dict(shape=(2,), bucket_bytes=1),
-    "8": dict(shape=(8,), bucket_bytes=30_000),
-    "8, explicit": dict(shape=(8,), explicit=True),
-    "DDP": dict(shape=(4,), sharding_strategy="no_shard"),
-    "ZeRO-2": dict(shape=(4,), sharding_strategy="optim_grads", accumulate_steps=2),
-    "ZeRO-3": dict(shape=(8,), sharding_strategy="optim_grads_params", accumulate_steps=2),
-    "hybrid": dict(shape=(2, 4)),
-    "hybrid, twice": dict(shape=(2, 4), outer_sharding_strategy="optim"),
-    "gathered once": dict(shape=(8,), **GATHERED_ONCE),
-    "gathered once, twice": dict(
-        shape=(2, 4), outer_sharding_strategy="optim", accumulate_steps=2, **GATHERED_ONCE
-    ),
-}
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", KINDS)
-@often(
-    lambda kind, cut: (kind, cut) in {("remainders", "ZeRO-3"), ("16 and 8 bits", "8, explicit")}
-)
-def test_the_bits_of_one_device(kind, cut):
-    given = dict(CUTS[cut])
-    accumulate_steps = given.pop("accumulate_steps", 1)
-    tx = make_tx(kind=kind, **given)
-    state = trained(tx, accumulate_steps=accumulate_steps)
-    assert_as_one_device(tx, state, kind)
-
-
-MODEL_SHAPES = {
-    "same": (3, 2048, 4),  # cut by both axes along its second dimension
-    "first": (256, 96),
-    "two": (64, 1024),  # by the model axis along its columns, by the data axis along its rows
-    "packed": (6, 1024),  # of which a device's part has less than 4096 elements
-    "small": (7, 3),
-    "whole": (300, 15),  # not cut; its blocks divide into none of the dimensions
-}
-MODEL_SPECS = {
-    "same": P(None, "model"),
-    "first": P("model"),
-    "two": P(None, "model"),
-    "packed": P(None, "model"),
-    "small": P(),
-    "whole": P(),
-}
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("explicit", [False, True])
-@often(lambda strategy, explicit: explicit and strategy == "optim")
-def test_model_axes_cut_blocks_of_whole_leaves(strategy, explicit):
-    kind = "8 bits at random"
-    axis_type = AxisType.Explicit if explicit else AxisType.Auto
-    devices = jax.devices("cpu")[:8]
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2, devices=devices)
-    given = dtypes(grad_reduce_dtype=jnp.float32, **KINDS[kind])
-    tx = jda.distributed_fused_adamw(
-        mesh=mesh, **given, mask=decays, param_specs=MODEL_SPECS, sharding_strategy=strategy, **HYPER
-    )  # fmt: skip
-    state = trained(tx, MODEL_SHAPES, steps=3)
-    assert_as_one_device(tx, state, kind, MODEL_SHAPES, steps=3)
-
-
-@pytest.mark.slow
-def test_a_leaf_of_which_nothing_is_rounded_may_be_cut_anywhere(monkeypatch):
-    """By a model axis: small ones, those in float32_moments, and those without elements."""
-    shapes = {"coded": (256, 96), "named": (1024, 100), "bias": (64,), "empty": (0, 4)}
-    specs = {"coded": P("model"), "named": P(None, "model"), "bias": P("model")}
-    specs["empty"] = P(None, "model")
-    kind = CODED | dict(rounding="stochastic", main_params_dtype=jnp.float32)
-    kind["float32_moments"] = lambda path: "named" in path
-    monkeypatch.setitem(KINDS, "cut", kind)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
-    given = dtypes(grad_reduce_dtype=jnp.float32, **kind)
-    tx = jda.distributed_fused_adamw(mesh=mesh, **given, mask=decays, param_specs=specs, **HYPER)
-    state = trained(tx, shapes, steps=2)
-    assert_as_one_device(tx, state, "cut", shapes, steps=2)
-
-
 NOT_AT_BLOCKS = r"not cut at the ends of blocks.* elements\. Leave it whole in param_specs"
 NAMED = CODED | dict(float32_moments=lambda path: path == "['w']")
 
@@ -275,54 +193,6 @@ def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
         tx.init({"w": jnp.zeros((96, 96), jnp.bfloat16)})
 
 
-def assert_scanned_as_one_device(tx, kind, params, steps):
-    """Layers in a scan, which gathers them one by one where the strategy says so."""
-    gather = functools.partial(jda.gather_params, tx=tx)
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(DTYPE)), params)
-    state = jda.TrainState.create(params, tx)
-    step = jda.train_step(scanned_products(gather), tx)
-    plain = jda.fused_adamw(**HYPER, mask=decays, **KINDS[kind])
-    own, plain_step = plain.init(params), jax.jit(plain.step)
-    for _ in range(steps):
-        rows = lambda x: rng.integers(-1, 2, (8, *x.shape)).astype(np.float32)  # noqa: E731
-        batch = jax.tree.map(rows, params)
-        state, _ = step(state, batch)
-        grads = jax.tree.map(lambda x: jnp.asarray(x.mean(0).astype(DTYPE)), batch)
-        params, own = plain_step(grads, own, params)
-    assert_trained_alike(tx, state, params, own)
-
-
-@pytest.mark.slow
-def test_scanned_layers_take_the_bits_of_whole_ones():
-    """Layers that are gathered, and whose gradients are summed, one by one in a scan."""
-    kind, given = "8 bits at random", dict(sharding_strategy="optim_grads_params")
-    tx = make_tx((4,), kind, stacked=is_stacked, **given)
-    assert any(bucket.is_sharded_param for bucket in tx.layout(make_params()).buckets)
-    assert_scanned_as_one_device(tx, kind, make_params(), steps=3)
-
-
-WHOLE = {
-    "1": dict(shape=(1,)),
-    "DDP": dict(shape=(2,), sharding_strategy="no_shard"),
-    "ZeRO-3": dict(shape=(1,), sharding_strategy="optim_grads_params"),
-    "replicas": dict(shape=(2, 1), **GATHERED_ONCE),  # which packs what is small
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", WHOLE)
-@pytest.mark.parametrize("kind", ["8 bits at random", "main"])
-@often(lambda kind, cut: (kind, cut) in {("8 bits at random", "DDP"), ("main", "1")})
-def test_stacked_leaves_that_a_device_holds_whole(kind, cut):
-    """Layers of sizes that are no whole blocks, in leaves that are: nothing cuts them."""
-    tx = make_tx(kind=kind, stacked=is_stacked, **WHOLE[cut])
-    rng = np.random.default_rng(0)
-    sizes = {"norm": 400, "blocks": 88, "small": 3}  # 33 blocks of 88 elements in each 48 layers
-    params = {"layers": {k: rng.normal(size=(48, n)) for k, n in sizes.items()}}
-    assert_scanned_as_one_device(tx, kind, params, steps=4)
-
-
 def test_a_custom_training_loop(cpu_mesh):
     """``tx.step`` in a shard_map, with its type checker, and with a state that is not verified."""
     tx = make_tx((4,), "remainders")
@@ -342,36 +212,6 @@ def test_a_custom_training_loop(cpu_mesh):
         params, state = step(params, state, jda.shard_batch(batch, tx))
     state = jda.TrainState(params, state)
     assert_as_one_device(tx, state, "remainders", FEW, steps=3)
-
-
-OTHERS = {
-    "other mesh": dict(shape=(2,), bucket_bytes=1),
-    "ZeRO-3": dict(shape=(8,), sharding_strategy="optim_grads_params"),
-    "hybrid": dict(shape=(2, 4), outer_sharding_strategy="optim"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("means", ["converted", "saved"])
-@pytest.mark.parametrize("other", OTHERS)
-@often(lambda other, means: (other, means) in {("other mesh", "converted"), ("ZeRO-3", "saved")})
-def test_a_state_that_moved_goes_on_with_the_same_bits(tmp_path, other, means):
-    """As if it had stayed, with its own seed; and through float32 moments, too."""
-    kind = "8 bits at random"
-    tx, there = make_tx((4,), kind), make_tx(kind=kind, **OTHERS[other])
-    state = trained(tx, FEW, steps=3)
-    if means == "converted":
-        floats = with_dtypes(there, OTHERS[other], **FLOATS)
-        state = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], floats, param_dtypes=DTYPE)
-        state = jda.from_optax_state(
-            *jda.to_optax_state(state, floats)[:2], there, param_dtypes=DTYPE
-        )
-    else:
-        jda.save(tmp_path, state, tx)
-        there = reseeded(there, OTHERS[other], kind)
-        state = jda.restore(tmp_path, jda.TrainState.shapes(random_params(FEW), there), there)
-    state = trained(there, FEW, steps=2, state=state, skip=3)
-    assert_as_one_device(there, state, kind, FEW, steps=5)
 
 
 def with_dtypes(tx, given, **other):

@@ -45,6 +45,8 @@ LABELS = {"block": "head", "odd": "ice", "row": "head"}  # others: "body"
 LARGE = 9500  # masks and labels by size: half a leaf is smaller
 SCALES = {"none": None, "constant": 4.0, "dynamic": jda.DynamicLossScale(init_scale=8.0, growth_interval=2)}  # fmt: skip
 STEPS = (3, 2)  # in the first and in the second place
+SPIKES = (2, 4)  # steps whose gradients are large, if a guard is there
+SPIKE = 16.0
 
 PLACE = {
     "mesh": tuple(MESHES),
@@ -56,6 +58,9 @@ PLACE = {
     "bucket_bytes": (1, 20_000, 32 << 20),
     "stacked": (False, True),
     "communication": (*("auto",) * 9, "peer"),
+    "state_memory": ("device", "device", "pinned_host", "moments", "nu", "by leaf"),
+    "early_updates": (*(None,) * 6, False, True),
+    "gathered_in_model": (False, True),
 }
 CONFIG = {
     "dtypes": ("float32", "bfloat16", "float16", "mixed"),
@@ -78,14 +83,30 @@ CONFIG = {
     "clip": (None, 0.25, 1e6),
     "average": (True, False),
     "data": ("exact", "any"),
+    "ema_decay": (None, 0.75),  # a product with 1/4 is exact, so all compilers round it equally
+    "norm_guard": (None, "norm", "ratio"),
+    "norms": (None, "total", "leaves", "groups"),
+    "weighted": (False, True),
     "skip": (0, 1, 2, 3, 4),
     "move": ("none", "saved", "converted", "from drop-in", "to drop-in"),
 }
 
 
-def memory_by_leaf(path):
-    """A choice by leaf as an argument ``state_memory``."""
-    return "device" if "matrix" in path else "pinned_host"
+MEMORY = {
+    "moments": {"mu": "pinned_host", "nu": "pinned_host"},
+    "nu": {"nu": "pinned_host"},
+    "by leaf": lambda path: "device" if "matrix" in path else "pinned_host",
+}  # others: for everything
+
+
+def is_gathered_in_model(path):
+    """Leaves that the model gathers itself: large ones, and one that is too small to be sharded."""
+    return any(name in path for name in ("matrix", "row", "layers"))
+
+
+def group_of_norms(path):
+    """A function as the argument ``norms``: None counts in the totals alone."""
+    return {"matrix": "large", "w": "large", "row": None}.get(path.split("'")[-2], "small")
 
 
 _Place = dataclasses.make_dataclass("_Place", PLACE, frozen=True)
@@ -115,14 +136,12 @@ class Place(_Place):
         return tuple(given.get("shard_axis", ("data",))), replicas
 
     @property
-    def memory(self):
-        """Where the state is: on the host with one of the bucket sizes, so that pairs with it do."""
-        if self.bucket_bytes != 20_000 or self.communication == "peer":
-            return "device"
-        some = {"optim": ("mu", "nu"), "optim_grads": ("nu",)}.get(self.strategy)
-        if some:
-            return dict.fromkeys(some, "pinned_host")
-        return memory_by_leaf if self.axes == "explicit" else "pinned_host"
+    def state_axes(self):
+        """The axes over which state is sharded, outermost first."""
+        shards, replicas = self.summed_axes
+        if self.strategy == "no_shard":
+            return ()
+        return shards + (replicas if self.outer == "optim" else ())
 
     @property
     def has_model_axis(self):
@@ -172,6 +191,21 @@ class Config(_Choices):
     def scale(self):
         return SCALES[self.loss_scale]
 
+    @property
+    def guard(self):
+        """Limits above the norms of most batches, and below those of spikes."""
+        if self.norm_guard == "ratio":  # a product with 1 or 1/2 is exact
+            return jda.NormGuard(max_ratio=SPIKE / 4, window=2, warmup_steps=1)
+        of_data = 1 if self.data == "exact" else 500
+        limit = jda.NormGuard(max_norm=(3.5 if self.average else 16) * of_data)
+        return None if self.norm_guard is None else limit
+
+    @property
+    def arrays(self):
+        """The names of what a state has for each element."""
+        names = ("main_params", "mu", "nu")
+        return names if self.ema_decay is None else (*names, "ema")
+
     def hyper_of(self, label):
         """The hyperparameters of a group."""
         hyper, changed = self.hyper, dict(GROUPS[label])
@@ -210,7 +244,7 @@ def draw(seed):
 
 USUAL = dict(
     chain="none", float32_moments=False, param_comm=None, main_grads="float32", clip=None,
-    groups="none", grad_comm=None, average=True, main="float32", move="saved",
+    groups="none", grad_comm=None, average=True, main="float32", move="saved", norm_guard=None,
 )  # fmt: skip
 
 
@@ -253,9 +287,18 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
             fit(place, True, strategy="optim", reshard=True)
             fit(config, True, mu="float32", nu="float32", rounding="nearest", main="float32")
             fit(config, True, grad_reduce="float32", param_comm=None, float32_moments=False)
-        is_late = config["chain"] != "none" and place["strategy"].startswith("optim_grads")
-        fit(config, is_late, micro=1)
-        names |= {"layers"} if place["stacked"] else set()
+            fit(config, True, norms=None)
+            fit(place, True, state_memory="device")
+        waits = "model" in mesh["names"] or place["communication"] == "peer"
+        fit(place, place["early_updates"] and waits, early_updates=None)
+        fit(config, place["early_updates"], clip=None, loss_scale="none", norm_guard=None)
+        sees_sums = config["chain"] != "none" and place["strategy"].startswith("optim_grads")
+        fit(config, sees_sums, micro=1, weighted=False)
+        # "w" shares no bucket with "matrix", so by leaf they can be in two memories. It is large:
+        # where a model axis cuts it, there is still a shard to gather in the model.
+        by_leaf = place["state_memory"] == "by leaf"
+        needs_layers = place["stacked"] or by_leaf or place["gathered_in_model"]
+        names |= {"layers"} if needs_layers else set()
     if config["adam"] == "l2":
         config["mask"] = "none"
     if config["clip"] is not None or config["grad_reduce"] is None:

@@ -24,6 +24,8 @@ TABLE = (
         specs=("rows", "columns"),
         bucket_bytes=(20_000, 32 << 20),
         communication=("auto", "peer"),
+        state_memory=("device", "pinned_host", "nu", "by leaf"),
+        early_updates=(None, False, True),
         mask=("none", "tree", "size"),
         chain=("none", "schedule", "params"),
         micro=(1, 3),
@@ -55,11 +57,16 @@ def fitting(row):
     return given | dict(leaves=row["leaves"])
 
 
+GATHERING = dict(strategy="optim_grads_params", reshard=True, gathered_in_model=True)
+
+
 def pairs(row):
-    """The pairs of values in a row."""
+    """The pairs of values in a row; GATHERING counts as one, as no two of its three gather."""
     values = {name: value for name, value in row.items() if value in TABLE[name]}
     if "model" not in row["mesh"]:
         del values["specs"]
+    if GATHERING.items() <= row.items():
+        values["gathering"] = True
     return set(
         itertools.combinations(sorted(f"{name}={value}" for name, value in values.items()), 2)
     )
@@ -91,7 +98,10 @@ def with_pair(pair, rng):
     """A random row with a pair of values, if the pair stays there."""
     row = {name: values[rng.integers(len(values))] for name, values in TABLE.items()}
     for name, value in (text.split("=") for text in pair):
-        row[name] = next(x for x in TABLE[name] if str(x) == value)
+        if name == "gathering":
+            row |= GATHERING
+        else:
+            row[name] = next(x for x in TABLE[name] if str(x) == value)
     return fitting(row)
 
 

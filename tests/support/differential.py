@@ -32,8 +32,22 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.distributed import host_memory
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.configurations import GROUPS, MESHES, SHAPES, SPECS, STEPS, draw, each_leaf
-from support.reference_training import SEED, Reference
+from support.configurations import (
+    GROUPS,
+    MEMORY,
+    MESHES,
+    SHAPES,
+    SPECS,
+    SPIKE,
+    SPIKES,
+    STEPS,
+    draw,
+    each_leaf,
+    group_of_norms,
+    is_gathered_in_model,
+)
+from support.norms import assert_near
+from support.reference_training import SEED, Batch, Reference
 
 host_memory.WINDOW = 4096  # elements, of which these states have more
 
@@ -49,25 +63,32 @@ def _is_shape(x):
 
 
 def make_batch(config, place, step, like):
-    """Gradients (devices, micro-batches, ...) of a step; in a skipped one, one is infinite.
+    """Gradients (devices, micro-batches, ...) of a step, with weights; in some, one is infinite.
 
     "exact": their sums are exact in every order, also in bfloat16, and so are those of squares.
     "any": none is subnormal in float16 behind a chain, if that would round it.
     """
     rng = np.random.default_rng([config.seed, step])
     devices, micro = (1, 1) if place is None else (place.devices, config.micro)
+    is_guarded = config.norm_guard is not None and place is not None
+    size = np.float32(SPIKE if is_guarded and step in SPIKES else 1)
 
     def one(x):
         shape = (devices, micro, *x.shape)
         if config.data == "exact":
-            return np.float32(rng.integers(-1, 2, shape) * rng.integers(0, 2, shape)) / 64
+            return np.float32(rng.integers(-1, 2, shape) * rng.integers(0, 2, shape)) / 64 * size
         x = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 2, x.shape)
-        return np.float32(np.copysign(np.maximum(np.abs(x), 2.0**-10), x))
+        return np.float32(np.copysign(np.maximum(np.abs(x), 2.0**-10), x)) * size
 
-    batch = jax.tree.map(one, like)
-    if step == config.skip and config.scale is not None and place is not None:
-        batch["matrix"][rng.integers(devices), rng.integers(micro), 5, 7] = np.inf
-    return batch
+    grads, weights = jax.tree.map(one, like), None
+    is_skipping = is_guarded or (config.scale is not None and place is not None)
+    if step == config.skip and is_skipping:
+        grads["matrix"][rng.integers(devices), rng.integers(micro), 5, 7] = np.inf
+    if config.weighted and place is not None:
+        weights = rng.integers(0, 3, (devices, micro)).astype(np.float32)
+        for x in jax.tree.leaves(grads):
+            x[weights == 0] = np.nan  # a mean over nothing
+    return Batch(grads, weights)
 
 
 def make_tx(config, place):
@@ -90,16 +111,8 @@ def make_tx(config, place):
             **_low_precision(config),
             **_of_mesh(config),
             **_placing(place, params),
-            early_updates=_updates_early(config, place),
         )
     return tx if config.chain == "none" else jda.chain(_before(config.chain), tx)
-
-
-def _updates_early(config, place):
-    """The argument ``early_updates``: True for half of those where it is possible."""
-    is_possible = config.clip is None and config.scale is None and place.communication == "auto"
-    is_possible &= place.memory == "device" and not place.has_model_axis
-    return True if is_possible and config.micro == 1 and config.seed % 2 == 0 else None
 
 
 def _low_precision(config):
@@ -126,6 +139,9 @@ def _of_mesh(config):
         max_grad_norm=config.clip,
         loss_scale=config.scale,
         average_grads=config.average,
+        ema_decay=config.ema_decay,
+        norm_guard=config.guard,
+        norms=group_of_norms if config.norms == "groups" else config.norms,
     )
 
 
@@ -146,8 +162,10 @@ def _placing(place, params):
         bucket_bytes=place.bucket_bytes,
         stacked=(lambda path: "layers" in path) if place.stacked else None,
         communication=place.communication,
-        state_memory=place.memory,
+        gathered_in_model=is_gathered_in_model if place.gathered_in_model else None,
+        state_memory=MEMORY.get(place.state_memory, place.state_memory),
         state_buffer_bytes=1 << 16,
+        early_updates=place.early_updates,
     )
 
 
@@ -171,24 +189,39 @@ def _before(chain):
 
 
 def make_loss(place, tx):
-    """A loss whose gradient is the batch, and which reports its params."""
+    """A loss whose gradient is the batch, and which reports its params.
+
+    Early updates run between products, such as those of matrices.
+    """
+
+    def product(p, x):
+        p = p.astype(jnp.float32)
+        return jnp.sum(p * x) if place.has_model_axis else jnp.tensordot(p, x, p.ndim)
 
     def total(params, x):
-        products = jax.tree.map(lambda p, x: jnp.sum(p.astype(jnp.float32) * x), params, x)
+        products = jax.tree.map(product, params, x)
         return sum(jax.tree.leaves(products), jnp.float32(0))
 
     @functools.partial(jax.checkpoint, policy=jda.remat_policy)
-    def body(loss, layer_and_x):
-        layer = jda.gather_params(layer_and_x[0], tx)
-        return loss + total(layer, layer_and_x[1]), layer
+    def body(loss, part_and_x):
+        part = jda.gather_params(part_and_x[0], tx)
+        return loss + total(part, part_and_x[1]), part
+
+    def loss_of(params, x):
+        seen, loss = {}, jnp.float32(0)
+        scanned = [(tree.pop("layers") if place.stacked else None) for tree in (params, x)]
+        if place.gathered_in_model:
+            names = [name for name in params if is_gathered_in_model(name)]
+            parts = [{name: tree.pop(name) for name in names} for tree in (params, x)]
+            loss, seen = body(loss, parts)
+        loss, seen = loss + total(params, x), seen | params
+        if place.stacked:
+            loss, seen["layers"] = jax.lax.scan(body, loss, scanned)
+        return loss, seen
 
     def loss_fn(params, batch):
-        params, x = dict(params), dict(jax.tree.map(lambda x: x[0], batch))
-        if not place.stacked:
-            return total(params, x), params
-        scanned = params.pop("layers"), x.pop("layers")
-        loss, layers = jax.lax.scan(body, total(params, x), scanned)
-        return loss, params | {"layers": layers}
+        loss, seen = loss_of(dict(params), dict(jax.tree.map(lambda x: x[0], batch.grads)))
+        return loss if batch.weights is None else (loss, batch.weights[0]), seen
 
     return loss_fn
 
@@ -212,6 +245,10 @@ def _is_key(path):
     return path.endswith("key")
 
 
+def _is_average(path):
+    return path.startswith("ema")
+
+
 class OnMesh:
     """Training over a mesh: makes, steps, moves and compares a state."""
 
@@ -224,6 +261,7 @@ class OnMesh:
             self.tx,
             accumulate_steps=config.micro,
             has_aux=True,
+            weighted=config.weighted,
             **kwargs,
         )
         self.shapes = jda.TrainState.shapes(params, self.tx, param_dtypes=dtypes)
@@ -232,6 +270,7 @@ class OnMesh:
         self.state = jda.TrainState.create(params, self.tx, param_dtypes=self.dtypes)
 
     def step(self, batch, reference):
+        """Takes a step, as the reference does; returns the metrics."""
         rows = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), batch)
         self.state, metrics = self.train_step(self.state, rows)
         metrics = jax.device_get(metrics)
@@ -240,9 +279,14 @@ class OnMesh:
             repeat = lambda p, x: np.broadcast_to(p, x.shape)  # noqa: E731
             want = jax.tree.map(repeat, reference.params(), seen)
             assert_trees_same_bits(seen, want, "what the loss got")
-        for name, want in reference.step(self.place, batch).items():
-            if name != "grad_norm" or (self.config.data == "exact" and np.isfinite(want)):
-                assert_same_bits(metrics[name], np.asarray(want, metrics[name].dtype), name)
+        want = reference.step(self.place, batch)
+        assert metrics.keys() == want.keys() | {"loss"}
+        for name, x in want.items():
+            if "_norm" in name and (name != "grad_norm" or self.config.data == "any"):
+                assert_near(metrics[name], x, name)
+            elif np.isfinite(x):
+                assert_same_bits(metrics[name], np.asarray(x, metrics[name].dtype), name)
+        return metrics
 
     def is_rounded(self, reference):
         """Before the first step the strategy determines whether params are rounded for sending."""
@@ -256,13 +300,16 @@ class OnMesh:
             )
             return
         jda.save(folder, before.state, before.tx if before.place else None)
-        unused = None if before.place else _is_key
-        self.state = jda.restore(folder, self.shapes, self.tx, unused=unused)
+        unused, new = (None, None) if before.place else (_is_key, _is_average)
+        self.state = jda.restore(folder, self.shapes, self.tx, unused=unused, new=new)
 
     def compare(self, reference):
         main, opt_state, extra = jda.to_optax_state(self.state, self.tx)
         assert int(extra.step) == reference.count
         compare(main, opt_state, reference)
+        if self.config.ema_decay is not None:
+            assert_trees_same_bits(extra.ema, reference.floats("ema"), "ema")
+        compare_guards(extra.guard, reference)
         if self.is_rounded(reference):
             full = jda.full_params(self.state, self.tx)
             assert_trees_same_bits(full, reference.params(), "full_params")
@@ -288,14 +335,15 @@ class DropIn:
         self.state = {"params": params, "opt_state": self.tx.init(params)}
 
     def step(self, batch, reference):
-        grads = jax.tree.map(lambda x, t: jnp.asarray(x[0, 0].astype(t)), batch, self.dtypes)
+        given = batch.grads
+        grads = jax.tree.map(lambda x, t: jnp.asarray(x[0, 0].astype(t)), given, self.dtypes)
         params, opt_state = self.jitted(grads, self.state["opt_state"], self.state["params"])
         self.state = {"params": params, "opt_state": opt_state}
         reference.step(None, batch)
 
     def move(self, folder, before):
         jda.save(folder, before.state, before.tx)
-        self.state = jda.restore(folder, self.state, new=_is_key)
+        self.state = jda.restore(folder, self.state, new=_is_key, unused=_is_average)
 
     def compare(self, reference):
         params, opt_state = self.state["params"], self.state["opt_state"]
@@ -311,6 +359,19 @@ def compare(main, opt_state, reference):
         got = jax.tree.map(_as_float32, want, got)
         assert_trees_same_bits(got, want, name)
     assert int(adam.count) == reference.count
+
+
+def compare_guards(got, want):
+    """Compares the state of a guard, or None, with that of training: counts bit for bit.
+
+    The mean, too, if norms are exact; otherwise their sums are in another order.
+    """
+    assert (got is None) == (want.config.norm_guard is None)
+    if got is not None:
+        same = assert_same_bits if want.config.data == "exact" else assert_near
+        same(np.asarray(got.mean), np.asarray(want.guard.mean), "mean of norms")
+        for name in ("steps", "spikes", "nonfinite"):
+            assert int(getattr(got, name)) == getattr(want.guard, name), name
 
 
 def _as_float32(want, got):
@@ -351,7 +412,7 @@ def _steps(config, trained, reference):
             with tempfile.TemporaryDirectory() as folder:
                 one.move(folder, before)
             if before.place is None:
-                reference.forget_scale()
+                reference.begin()
             one.compare(reference)
         for i in range(first, first + steps):
             with may_raise() if i == first else contextlib.nullcontext():

@@ -6,8 +6,16 @@ from hypothesis import strategies as st
 
 from support.bits import assert_same_bits
 from support.configurations import CONFIG, MESHES, PLACE, SHAPES, each_leaf, fitted
-from support.differential import OnMesh, make_batch, make_params, make_tx, may_raise
+from support.differential import (
+    OnMesh,
+    compare_guards,
+    make_batch,
+    make_params,
+    make_tx,
+    may_raise,
+)
 from support.interpreter import Interpreter
+from support.norms import assert_near
 from support.reference_training import Reference
 
 STEPS = 3
@@ -46,7 +54,8 @@ def interpreter_of(config, schedule=None):
     mesh = MESHES[place.mesh]
     sizes = dict(zip(mesh["names"], mesh["shape"], strict=True))
     schedule = schedule_of(config) if schedule is None else schedule
-    return Interpreter(config, sizes, tuple(place.data_axes), schedule, make_params(config))
+    axes = tuple(place.data_axes), place.state_axes
+    return Interpreter(config, sizes, *axes, schedule, make_params(config))
 
 
 def interpret(config, schedule=None):
@@ -56,16 +65,19 @@ def interpret(config, schedule=None):
     for i in range(STEPS):
         batch = make_batch(config, place, i, params)
         got, want = interpreter.step(batch), reference.step(place, batch)
-        for name in want:
-            assert_same_bits(np.asarray(got[name]), np.asarray(want[name]), name)
+        for name, x in want.items():
+            if "_norm" in name and name != "grad_norm":
+                assert_near(got[name], x, name)
+            else:
+                assert_same_bits(np.asarray(got[name]), np.asarray(x), name)
         interpreter.assert_equal(reference)
 
 
 def compile_and_interpret(config, **kwargs):
     """Steps a compiled program, the interpreter and the reference; all must have the same bits.
 
-    Every device has the interpreter's parameters and flat state, metrics are those of the
-    reference, and the loss gets its params. ``kwargs``: for ``train_step``.
+    Every device has the interpreter's parameters and flat state, norms have its bits, metrics are
+    those of the reference, and the loss gets its params. ``kwargs``: for ``train_step``.
     """
     (place,), params = config.places, make_params(config)
     dtypes = each_leaf(lambda path, _: config.dtype_of(path), params)
@@ -75,8 +87,10 @@ def compile_and_interpret(config, **kwargs):
     _assert_same_on_every_device(compiled, interpreter)
     for i in range(STEPS):
         batch = make_batch(config, place, i, params)
-        compiled.step(batch, reference)
-        interpreter.step(batch)
+        metrics, want = compiled.step(batch, reference), interpreter.step(batch)
+        for name in metrics.keys() & want.keys() - {"grad_norm"}:
+            if "_norm" in name:
+                assert_same_bits(metrics[name], want[name], name)
         _assert_same_on_every_device(compiled, interpreter)
     interpreter.assert_equal(reference)
 
@@ -88,11 +102,12 @@ def _assert_same_on_every_device(compiled, interpreter):
     devices = compiled.mesh.devices
     for i, x in enumerate(jax.tree.leaves(compiled.state.params)):
         _assert_same_shards(x, interpreter.held[i], devices, interpreter.leaves[i].path)
-    for name in ("main_params", "mu", "nu"):
+    for name in interpreter.config.arrays:
         arrays = jax.tree.leaves(getattr(state, name))
         for x, want in zip(arrays, interpreter.flat(name), strict=True):
             _assert_same_shards(x, want, devices, name)
     assert int(state.count) == interpreter.count
+    compare_guards(state.guard, interpreter)
 
 
 def _assert_same_shards(x, want, devices, name):

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.codecs import BLOCK, split_halves
+from jdistadam.kernels.reference import Asked, num_runs, pairwise_sum, sums_of_runs
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.reference_training import CODES, Elements, Training, param_of
 from support.virtual_devices import (
     VirtualDevices,
     gather_phase,
+    in_dtype,
     place_phase,
     rounded,
     sum_phase,
@@ -31,14 +33,18 @@ F32 = np.float32
 class Interpreter(Training):
     """Training by a schedule, starting with unsharded float32 ``params``.
 
-    ``sizes``: sizes of the mesh axes by name, in mesh order; ``data_axes``: axes that carry data.
+    ``sizes``: sizes of the mesh axes by name, in mesh order; ``data_axes``: axes that carry data;
+    ``state_axes``: those over which state is sharded, outermost first.
     """
 
-    def __init__(self, config, sizes, data_axes, schedule, params):
+    def __init__(self, config, sizes, data_axes, state_axes, schedule, params):
         super().__init__(config)
+        self.is_guarded, self.state_axes = config.guard is not None, state_axes
         self.devices, self.data_axes = VirtualDevices(sizes), data_axes
         self.model_axes = [x for x, n in sizes.items() if x not in data_axes and n > 1]
         self.schedule, self.leaves = schedule, schedule.layout.leaves
+        trained = sorted(i for entry in schedule.buckets for i in entry.bucket.leaves)
+        self.trained = {i: self.leaves[i].path for i in trained}
         self.wholes, self.treedef = jax.tree.flatten(params)
         self.starts = np.cumsum([0, *(x.size for x in self.wholes)])
         self.numbers = []  # for each bucket, the global number of each element; -1: none
@@ -153,27 +159,28 @@ class Interpreter(Training):
     # A step.
 
     def step(self, batch):
-        """Takes a step; ``batch``: gradients (devices, micro-batches, ...). Returns metrics."""
-        given, main = jax.tree.leaves(batch), self.whole("main_params")
+        """Takes a step on a ``Batch``. Returns metrics."""
+        given, main = jax.tree.leaves(batch.grads), self.whole("main_params")
         micro = given[0].shape[1]
-        grads = {
-            i: self._of_devices(i, self.contributions(leaf.path, leaf.dtype, main[i], given[i]))
-            for i, leaf in enumerate(self.leaves)
-        }
+        grads = {}
+        for i, leaf in enumerate(self.leaves):
+            x = self.contributions(leaf.path, leaf.dtype, main[i], given[i], batch.weights)
+            grads[i] = self._of_devices(i, x)
         sums = [self._summed(entry, grads, micro) for entry in self.schedule.buckets]
 
-        def update(inv_scale):
+        def update(inv_scale, is_skipped):
             for entry, elements, total in zip(
                 self.schedule.buckets, self.buckets, sums, strict=True
             ):
-                elements.update(self.config, self.count, total * inv_scale)
-                self._gather(entry, elements)
+                elements.update(self.config, self.count, total * inv_scale, is_skipped)
+                if not is_skipped:
+                    self._gather(entry, elements)
 
-        trained = [i for entry in self.schedule.buckets for i in entry.bucket.leaves]
-        totals = self._assembled(sums)
-        return self.take_step(
-            self._contributions(micro), [totals[i] for i in sorted(trained)], update
-        )
+        total_weight, totals = self._contributions(micro), self._assembled(sums)
+        if batch.weights is not None:
+            assert total_weight == batch.weights.size
+            total_weight = batch.total_weight
+        return self.take_step(total_weight, [totals[i] for i in self.trained], update)
 
     def _of_devices(self, i, x):
         """Gradients of a leaf for each micro-batch, from each device's data, cut like the leaf."""
@@ -206,7 +213,7 @@ class Interpreter(Training):
             times, rest = divmod(reduce[0].times, layers)
             assert not rest, reduce
             parts = [sum_phase(devices, reduce, x, dim) for x in parts[:times]]
-            x = self._accumulated(parts) if times > 1 else parts[0]
+            x = self._accumulated(parts) if times > 1 or self.config.weighted else parts[0]
         else:
             x = sum_phase(devices, reduce, self._accumulated(parts), dim)
         return self._flat(bucket, sum_phase(devices, entry.reduce_outer, x, dim))
@@ -228,6 +235,44 @@ class Interpreter(Training):
         )
         self.held |= self._unpacked(bucket, new)
 
+    # Norms, in the order of the kernels, then over leaves and devices.
+
+    def sums_of_squares(self, groups):
+        """The float32 sums for all trained leaves, then for each group: of gradients, ..."""
+        here = {}
+        for entry, elements in zip(self.schedule.buckets, self.buckets, strict=True):
+            here |= self._sums_of_leaves(entry.bucket, elements)
+        rows = [pairwise_sum(np.stack([here[i] for i in group]), np) for group in groups]
+        rows = np.stack(rows, len(self.devices.shape))
+        axes = (*self.state_axes, *(x for x in self.devices.sizes if x not in self.data_axes))
+        if axes:  # XLA adds devices one after the other on CPUs
+            rows = self.devices.everywhere(rows, axes, in_dtype(F32))
+        rows = rows.reshape(-1, *rows.shape[-2:])
+        for x in rows:
+            assert_same_bits(x, rows[0], "norms on two devices")
+        return np.concatenate([pairwise_sum(rows[0], np)[None], rows[0]])
+
+    def _sums_of_leaves(self, bucket, elements):
+        """For each leaf each device's sums; of devices with the same part, only the first has any."""
+        size, shape = bucket.shard_size, self.devices.shape
+        squares = np.square([x[..., :size] for x in elements.measured])
+        is_fine = bucket.is_packed and (len(bucket.leaves) > 1 or bucket.padding > 0)
+        sizes = [self.leaves[i].size for i in bucket.leaves]
+        starts = np.int64(bucket.starts(sizes)[: len(sizes)]) if is_fine else np.int64([0])
+        found = np.zeros((len(sizes), *shape, len(squares)), F32)
+        for place in np.ndindex(shape):
+            index = dict(zip(self.devices.sizes, place, strict=True))
+            if any(index[axis] for axis in self.model_axes if axis not in bucket.tensor_axes):
+                continue
+            number = 0
+            for axis in self.state_axes:
+                number = number * self.devices.sizes[axis] + index[axis]
+            segments = np.stack([starts, starts + sizes], axis=1) - number * size
+            segments = np.clip(segments, 0, size) if is_fine else [[0, num_runs(size, False)]]
+            asked = Asked((is_fine,), np.asarray(segments))
+            found[(slice(None), *place)] = sums_of_runs([squares[(slice(None), *place)]], asked, np)
+        return dict(zip(bucket.leaves, found, strict=True))
+
     # Results on devices.
 
     def seen(self):
@@ -245,7 +290,7 @@ class Interpreter(Training):
         return jax.tree.unflatten(self.treedef, wholes)
 
     def whole(self, name):
-        """Whole leaves of main parameters or a moment, in float32."""
+        """Whole leaves of main parameters, a moment or the average, in float32."""
         return self._assembled([elements.floats(name) for elements in self.buckets], name)
 
     def _assembled(self, arrays, name=""):
@@ -254,7 +299,7 @@ class Interpreter(Training):
         for i, x in enumerate(self.wholes):
             if all(i not in entry.bucket.leaves for entry in self.schedule.buckets):
                 where.append(np.arange(self.starts[i], self.starts[i + 1]))
-                is_param = name == "main_params"
+                is_param = name in ("main_params", "ema")
                 dtype = self.leaves[i].dtype
                 given.append(
                     x.astype(dtype).astype(F32).ravel() if is_param else np.zeros(x.size, F32)
@@ -268,20 +313,20 @@ class Interpreter(Training):
 
     def assert_equal(self, reference):
         """Compares everything on devices with the reference, bit for bit."""
-        for name in ("main_params", "mu", "nu"):
+        for name in self.config.arrays:
             want = jax.tree.leaves(reference.floats(name))
             for leaf, a, b in zip(self.leaves, self.whole(name), want, strict=True):
                 assert_same_bits(a, b, name + leaf.path)
         if self.count or self.config.param_comm is None:
             # Before the first step the strategy determines whether params are rounded for sending.
             assert_trees_same_bits(self.seen(), reference.params(), "params")
-        assert self.count == reference.count
+        assert self.count == reference.count and self.guard == reference.guard
         for number, elements in zip(self.numbers, self.buckets, strict=True):
-            for name in ("main_params", "mu", "nu"):
+            for name in self.config.arrays:
                 assert not elements.floats(name)[number < 0].any(), "gaps and padding are zero"
 
     def flat(self, name):
-        """The flat arrays of main parameters or a moment on all devices, of one part or of two."""
+        """The flat arrays of this name on all devices, of one part or of two."""
         layout = self.schedule.layout
         return [x for part in layout.parts or [layout] for x in self._flat_of(part, name)]
 
@@ -298,7 +343,7 @@ class Interpreter(Training):
                         split_halves(x, elements.dtype, np)[1] if dtype != F32 else x,
                     )
             return [flat] if layout.main_size else []
-        given = getattr(self.config, name)
+        given = "float32" if name == "ema" else getattr(self.config, name)
         if given not in CODES:
             flat = np.zeros((*self.devices.shape, layout.flat_size), jnp.dtype(given))
             for bucket, elements in self._pairs(layout):

@@ -5,7 +5,7 @@ everything about devices is written here once more, as documented.
 """
 
 import dataclasses
-import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,28 @@ from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK_CODECS, codec_of, split_halves
 from jdistadam.kernels import reference
 from jdistadam.kernels.reference import adam_update, pairwise_sum
+from support.norms import KINDS, groups_of, named
 
 F32 = np.float32
 CODES = {form.name: form for form in BLOCK_CODECS}
 SEED = 2**40 + 77
+
+
+class Batch(NamedTuple):
+    """What a loss gets: its gradients, and the weights of micro-batches.
+
+    ``grads``: a tree of arrays (devices, micro-batches, ...), like params.
+    ``weights``: (devices, micro-batches); None: there are none.
+    """
+
+    grads: Any
+    weights: Any = None
+
+    @property
+    def total_weight(self):
+        """What a sum is divided by for its mean."""
+        devices, micro = jax.tree.leaves(self.grads)[0].shape[:2]
+        return float(devices * micro if self.weights is None else self.weights.sum())
 
 
 @dataclasses.dataclass
@@ -27,7 +45,8 @@ class Elements:
     """Parameters and moments of elements that share hyperparameters, in any order.
 
     ``value`` is updated: float32 if there is more than parameters of ``dtype``.
-    ``leaf`` and ``index``: each element's leaf, and its place there.
+    ``leaf`` and ``index``: each element's leaf, and its place there. ``measured``: of the last step,
+    the gradients, new values before they are stored, and updates, of which norms are taken.
     """
 
     dtype: np.dtype
@@ -38,6 +57,8 @@ class Elements:
     value: np.ndarray
     mu: object = None
     nu: object = None
+    ema: object = None
+    measured: tuple = ()
 
     @property
     def is_trained(self):
@@ -53,14 +74,18 @@ class Elements:
             elif is_coded:
                 zeros = CODES[given].encode(name, zeros, None, np)
             setattr(self, name, zeros)
+        self.begin_average()
         return self
+
+    def begin_average(self):
+        self.ema = self.value.astype(F32)
 
     def rounded(self, config):
         """The parameters."""
         return param_of(config, self.value, self.dtype, self.keeps_main)
 
-    def update(self, config, count, grad):
-        """Takes a step; ``grad``: float32 gradient of the mean."""
+    def update(self, config, count, grad, is_skipped):
+        """Takes a step; ``grad``: float32 gradient of the mean. A skipped one is only measured."""
         c = dict(zip(hyperparameters.NAMES, row_of(config, self.group, count), strict=True))
         m, v = (_widened(name, getattr(self, name)) for name in ("mu", "nu"))
         bits = reference.RandomBits(None, None, None)
@@ -74,12 +99,19 @@ class Elements:
         with np.errstate(all="ignore"):
             p, flags = self.value.astype(F32), config.flags
             u, m, v = adam_update(c, g=grad, p=p, m=m, v=v, flags=flags, every_term=False, xp=np)
+            self.measured = (grad, p, np.zeros_like(p)) if is_skipped else (grad, p - u, u)
+            if is_skipped:
+                return
             self.value = _stored(None, self.value, p - u, bits.param)
             self.mu = _stored("mu", self.mu, m, bits.mu)
             self.nu = _stored("nu", self.nu, v, bits.nu)
+            if config.ema_decay is not None:
+                self.ema = self.ema + F32(1 - config.ema_decay) * (
+                    self.floats("main_params") - self.ema
+                )
 
     def floats(self, name):
-        """Main parameters or a moment in float32, as optax would have them."""
+        """Main parameters, a moment or the average in float32, as optax would have them."""
         if name == "main_params":
             return self.value.astype(F32)
         return _widened(name, getattr(self, name))
@@ -116,23 +148,51 @@ def learning_rate_of(config, count):
     return _ROWS[key]
 
 
+@dataclasses.dataclass
+class Guard:
+    """The mean of the norms of applied steps, and the number of steps of each kind."""
+
+    mean: F32 = dataclasses.field(default_factory=F32)
+    steps: int = 0
+    spikes: int = 0
+    nonfinite: int = 0
+
+    def exceeds(self, limits, norm):
+        """Whether a step with this norm is skipped."""
+        limit = F32(np.inf if limits.max_norm is None else limits.max_norm)
+        if limits.max_ratio is not None and self.steps >= limits.warmup_steps:
+            limit = min(limit, F32(limits.max_ratio) * self.mean)
+        return not (np.isfinite(norm) and norm <= limit)
+
+    def count(self, limits, norm, is_skipped):
+        """Counts a step that was applied, or skipped for its norm alone."""
+        if not is_skipped:
+            self.steps += 1
+            self.mean += (norm - self.mean) * (F32(1) / F32(min(self.steps, limits.window)))
+        elif np.isfinite(norm):
+            self.spikes += 1
+        else:
+            self.nonfinite += 1
+
+
 class Training:
     """The count, the loss scale, and the other scalars of a step."""
 
     def __init__(self, config):
         self.config = config
         self.count = 0
-        self.forget_scale()
+        self.begin()
 
-    def forget_scale(self):
-        """Starts with a new loss scale, as after a move from an optimizer without one."""
+    def begin(self):
+        """Starts with a new loss scale and guard, as after a move from one device."""
         given = self.config.scale
         self.is_scaled = given is not None
         self.skipped, self.finite_steps = 0, 0
         self.scale = F32(1 if given is None else getattr(given, "init_scale", given))
+        self.guard = Guard()
 
-    def contributions(self, path, dtype, value, x):
-        """A leaf's gradients in its dtype, after the transformation of a chain."""
+    def contributions(self, path, dtype, value, x, weights):
+        """A leaf's gradients in its dtype, with weights, after the transformation of a chain."""
         factor = {
             "none": F32(1),
             "scale": F32(0.5),
@@ -141,35 +201,50 @@ class Training:
             "params": F32(0.5 ** (np.signbit(value).sum() % 3)),
         }[self.config.chain]
         scale = self.scale if self.is_scaled else F32(1)
-        return (x * scale).astype(dtype).astype(F32) * factor
+        x = (x * scale).astype(dtype).astype(F32)
+        if weights is not None:
+            by = weights.reshape(*weights.shape, *[1] * (x.ndim - 2))
+            x = np.where(by == 0, F32(0), x * by)
+        return x * factor
 
-    def take_step(self, contributions, sums, update):
+    def take_step(self, total_weight, sums, update):
         """Takes a step or skips it; returns its metrics.
 
-        ``contributions``: the number of terms in the sums. ``sums``: those of trained leaves.
-        ``update(inv_scale)`` updates parameters and moments.
+        ``total_weight``: that of the terms in the sums. ``sums``: those of trained leaves.
+        ``update(inv_scale, is_skipped)`` updates parameters and moments, unless it is skipped.
         """
-        scale = self.scale if self.is_scaled else F32(1)
+        config, scale = self.config, self.scale if self.is_scaled else F32(1)
         with np.errstate(all="ignore"):
             squares = sum(np.sum(np.square(np.float64(x / scale))) for x in sums)
-            inv_scale, norm = self._inv_scale(contributions, F32(squares))
-            inv_scale = inv_scale * (F32(1) / scale)
-        is_skipped = self.is_scaled and not np.isfinite(squares)
-        rate = learning_rate_of(self.config, self.count)
-        if not is_skipped:
-            update(inv_scale)
-            self.count += 1
-        if self.is_scaled:
-            self._next_scale(is_skipped)
-        return dict(loss_scale=scale, grad_norm=norm, learning_rate=rate, skipped=self.skipped)
+            is_infinite, is_empty = self.is_scaled and not np.isfinite(squares), total_weight == 0
+            mean_scale = F32((0 if is_empty else 1 / total_weight) if config.average else 1)
+            norm = F32(np.sqrt(F32(squares)) * mean_scale)
+            limits = config.guard if self.is_guarded else None
+            is_void = is_infinite or is_empty
+            is_skipped = is_void or (limits is not None and self.guard.exceeds(limits, norm))
+            clip = None if is_skipped or config.clip is None else F32(config.clip)
+            is_clipped = clip is not None and not norm <= clip
+            factor = mean_scale * (clip / norm) if is_clipped else mean_scale
+            update(factor * (F32(1) / scale), is_skipped)
+            norms = self._norms(norm / clip if is_clipped else F32(1))
+        if limits is not None and not is_void:
+            self.guard.count(limits, norm, is_skipped)
+        rate = learning_rate_of(config, self.count)
+        self.count += not is_skipped
+        if self.is_scaled and not is_empty:
+            self._next_scale(is_infinite)
+        skipped = self.skipped + self.guard.spikes + self.guard.nonfinite
+        metrics = dict(loss_scale=scale, grad_norm=norm, learning_rate=rate, skipped=skipped)
+        return metrics | norms | ({} if limits is None else dict(skipped_spikes=self.guard.spikes))
 
-    def _inv_scale(self, contributions, squares):
-        """The factor of sums without the loss scale; and the norm of the mean."""
-        clip = self.config.clip
-        mean_scale = F32(1 / contributions if self.config.average else 1)
-        norm = np.sqrt(squares) * mean_scale
-        is_clipped = clip is not None and not norm <= F32(clip)
-        return mean_scale * (F32(clip) / norm) if is_clipped else mean_scale, norm
+    def _norms(self, ratio):
+        """``ratio``: of the norms of gradients before and after clipping; they are those before."""
+        if self.config.norms is None:
+            return {}
+        groups = groups_of(self.config, self.trained)
+        roots = np.sqrt(self.sums_of_squares(list(groups.values())))
+        roots[:, 0] *= ratio
+        return named(groups, roots)
 
     def _next_scale(self, is_skipped):
         given = self.config.scale
@@ -191,6 +266,13 @@ class Reference(Training):
         flat, self.treedef = jax.tree_util.tree_flatten_with_path(params)
         self.paths = [jax.tree_util.keystr(path) for path, _ in flat]
         self.leaves = [self._leaf(i, self.paths[i], x) for i, (_, x) in enumerate(flat)]
+        trained = [i for i, x in enumerate(self.leaves) if x.is_trained and x.value.size]
+        self.trained = {i: "params" + self.paths[i] for i in trained}
+
+    def begin(self):
+        super().begin()
+        for leaf in getattr(self, "leaves", ()):
+            leaf.begin_average()
 
     def _leaf(self, number, path, x):
         config, dtype = self.config, self.config.dtype_of(path)
@@ -220,24 +302,38 @@ class Reference(Training):
         return self._tree(lambda leaf: leaf.floats(name))
 
     def step(self, place, batch):
-        """Takes a step; ``batch``: gradients (devices, micro-batches, ...). Returns metrics.
+        """Takes a step on a ``Batch``. Returns metrics.
 
         With ``place`` None it is a step of ``fused_adamw``: no loss scale, no mean, no clip.
         """
-        leaves, batch = self.leaves, jax.tree.leaves(batch)
+        leaves, grads = self.leaves, jax.tree.leaves(batch.grads)
         self.is_scaled = place is not None and self.config.scale is not None
+        self.is_guarded = place is not None and self.config.guard is not None
         sums = [
-            sum_of(self.config, place, x.value, self.contributions(path, x.dtype, x.value, given))
-            for path, x, given in zip(self.paths, leaves, batch, strict=True)
+            sum_of(
+                self.config,
+                place,
+                x.value,
+                self.contributions(path, x.dtype, x.value, given, batch.weights),
+            )
+            for path, x, given in zip(self.paths, leaves, grads, strict=True)
         ]
         trained = [(x, total) for x, total in zip(leaves, sums, strict=True) if x.is_trained]
 
-        def update(inv_scale):
+        def update(inv_scale, is_skipped):
             for leaf, total in trained:
-                leaf.update(self.config, self.count, total * inv_scale)
+                leaf.update(self.config, self.count, total * inv_scale, is_skipped)
 
-        contributions = math.prod(batch[0].shape[:2])
-        return self.take_step(contributions, [total for _, total in trained], update)
+        return self.take_step(batch.total_weight, [total for _, total in trained], update)
+
+    def sums_of_squares(self, groups):
+        """The exact sums for all trained leaves, then for each group: of gradients, ..."""
+
+        def of(group):
+            leaves = [np.float64(self.leaves[i].measured).reshape(len(KINDS), -1) for i in group]
+            return np.square(np.concatenate(leaves, axis=1)).sum(axis=1)
+
+        return np.stack([of(self.trained), *map(of, groups)])
 
 
 def _widened(name, x):
@@ -282,7 +378,8 @@ def sum_of(config, place, value, x):
     with np.errstate(all="ignore"):
         if place.shards_grads:
             parts = [summed(rounded(part, sent), shard_axes) for part in x]
-            total = accumulated(parts) if len(parts) > 1 else parts[0]
+            is_sum = len(parts) > 1 or config.weighted
+            total = accumulated(parts) if is_sum else parts[0]
         else:
             total = summed(rounded(accumulated(x), sent), shard_axes)
         return summed(total, replica_axes)
