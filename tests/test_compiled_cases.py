@@ -24,7 +24,7 @@ ROWS = covering.rows()
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
-def test_it_has_the_bits_of_the_interpreter(row):
+def test_compiled_steps_have_the_bits_of_the_interpreter(row):
     options = AS_FOR_USERS if row % 4 == 0 else None
     compile_and_interpret(covering.configuration(ROWS[row]), compiler_options=options)
 
@@ -114,5 +114,5 @@ def test_a_planted_fault_is_found(monkeypatch, plant):
         compile_and_interpret(covering.configuration(CASE))
 
 
-def test_without_a_fault_nothing_is_found():
+def test_step_without_a_fault_passes():
     compile_and_interpret(covering.configuration(CASE))

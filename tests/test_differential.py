@@ -36,7 +36,7 @@ def test_a_random_configuration_has_the_bits_of_the_reference(seed):
             jax.clear_caches()
 
 
-def test_the_sample_has_every_value():
+def test_sample_has_every_value_of_every_option():
     names = ("move", "strategy", "outer", "stacked", "main", "mu", "nu", "rounding", "dtypes")
     names += ("ema_decay", "norm_guard", "norms", "weighted")
     names += ("state_memory", "early_updates", "gathered_in_model")

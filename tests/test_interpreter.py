@@ -32,7 +32,7 @@ def test_a_schedule_has_the_bits_of_the_reference(config):
 @pytest.mark.slow
 @hypothesis.settings(max_examples=4000, **settings)
 @hypothesis.given(configurations())
-def test_so_have_thousands(config):
+def test_thousands_of_schedules_have_the_bits_of_the_reference(config):
     check(config)
 
 
@@ -118,5 +118,5 @@ def test_a_fault_in_a_schedule_is_found(fault):
         interpret(CONFIG, PLANTED[fault](schedule))
 
 
-def test_without_a_fault_nothing_is_found():
+def test_schedule_without_a_fault_passes():
     interpret(CONFIG, schedule_of(CONFIG))

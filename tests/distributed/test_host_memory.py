@@ -107,7 +107,7 @@ OFTEN = [
 @pytest.mark.parametrize("names", APART, ids="-".join)
 @pytest.mark.parametrize("policy", ["bfloat16", "remainder16", "8 bits"])
 @often(lambda policy, names, norms: (policy, names, norms) in OFTEN)
-def test_some_arrays_of_a_state_on_the_host(policy, names, norms):
+def test_states_partly_on_the_host_have_the_bits_of_device_memory(policy, names, norms):
     """A kernel call then takes windows of some arrays, and all of the others in place."""
     found, micro = [], 1 if norms is None else 3  # the update follows the backward pass, or not
     for memory in ("device", on_host(*names)):
@@ -123,7 +123,7 @@ def test_some_arrays_of_a_state_on_the_host(policy, names, norms):
 
 @pytest.mark.parametrize("case", CASES)
 @often(lambda case: case in ("one device", "ZeRO-1", "ZeRO-3"))
-def test_a_memory_for_each_leaf(case, tmp_path):
+def test_memories_chosen_by_leaf_have_the_bits_of_one_memory(case, tmp_path):
     """Steps, conversions, averages and checkpoints, which fit any choice of memories."""
     place, policy, options = CASES[case]
     options = SMALL | options | dict(ema_decay=0.9)
@@ -201,7 +201,7 @@ def test_a_state_with_other_parts_is_an_error():
         jda.train_step(linear_loss, txs[0])(few(txs[1], "bfloat16"), given)
 
 
-def test_a_dict_is_read_once():
+def test_state_memory_dict_is_copied_when_given():
     """In the order of the arrays of a state: programs of several processes are equal."""
     given = on_host("ema", "nu", "mu", "main_params")
     tx = over(2, "bfloat16", given)
@@ -299,7 +299,7 @@ def test_conversions_and_averages_of_each_memory_are_the_same(trained):
     assert_trees_same_bits(got, want)
 
 
-def test_in_programs_of_the_users_own():
+def test_scans_and_custom_loops_have_the_bits_of_device_memory():
     """A scan of steps, and a step in a region of one's own; no out_shardings anywhere."""
     found = {}
     for memory in BOTH:
@@ -420,7 +420,7 @@ def test_a_plan_has_the_bytes_of_windows(case, buffer_bytes, memory, monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["float32", "bfloat16", "8 bits"])
-def test_on_one_gpu(policy, tmp_path):
+def test_host_state_on_one_gpu_has_the_bits_of_device_memory(policy, tmp_path):
     """Steps, checkpoints from each memory into the other, conversions and averages."""
     mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
     for memory in BOTH:
@@ -442,7 +442,7 @@ def test_on_one_gpu(policy, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["codes", "floats"])
-def test_many_windows_on_one_gpu(case, monkeypatch):
+def test_many_windows_on_one_gpu_change_no_bit(case, monkeypatch):
     """Six of them at a time, large enough for copies and kernels to overlap."""
     monkeypatch.setattr(host_memory, "WINDOW", 1 << 20)
     mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
@@ -482,7 +482,7 @@ def test_many_windows_on_one_gpu(case, monkeypatch):
 
 @pytest.mark.parametrize(("policy", "count"), [("float32", 3), ("8 bits", 3), ("8 bits", 6)])
 @often(lambda policy, count: (policy, count) != ("8 bits", 3))
-def test_what_is_compiled_for_h200s(h200s, policy, count, monkeypatch):
+def test_state_is_updated_in_place_window_by_window_on_h200s(h200s, policy, count, monkeypatch):
     """The state is updated in place on the host, window by window, with copies in both directions."""
     monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
     monkeypatch.setattr(host_memory, "num_windows", lambda *_: count)

@@ -193,7 +193,7 @@ def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
         tx.init({"w": jnp.zeros((96, 96), jnp.bfloat16)})
 
 
-def test_a_custom_training_loop(cpu_mesh):
+def test_custom_training_loop_is_train_step(cpu_mesh):
     """``tx.step`` in a shard_map, with its type checker, and with a state that is not verified."""
     tx = make_tx((4,), "remainders")
     params = random_params(FEW)
@@ -236,7 +236,7 @@ FLOATS = dict(main_params_dtype=None)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["8 bits", "16 bits"])
 @often(lambda kind: kind == "16 bits")
-def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
+def test_checkpoint_converts_between_codes_and_float32(tmp_path, kind):
     """From codes into float32, exactly; and from float32 into codes, rounded to nearest."""
     coded, form = make_tx((4,), kind), {"8 bits": BLOCK8, "16 bits": BLOCK16}[kind]
     floats = with_dtypes(coded, {}, **FLOATS)
@@ -259,7 +259,7 @@ def test_a_checkpoint_between_kinds_of_moments(tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_on_explicit_axes_of_one_device(tmp_path):
+def test_checkpoint_restores_onto_one_device_with_explicit_axes(tmp_path):
     """JAX then spells the sharding of what is decoded in another way."""
     tx, there = (make_tx(shape, "16 bits", explicit=True) for shape in ((2,), (1,)))
     params = random_params({"rows": SHAPES["rows"]})
@@ -296,7 +296,7 @@ def test_a_checkpoint_holds_codes_and_scales(tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_between_formats(tmp_path):
+def test_checkpoint_converts_between_8_and_16_bits(tmp_path):
     """From 8 bits into 16, exactly, whichever optimizer reads it; and from 16 into 8, to nearest."""
     shapes, params = jda.TrainState.shapes, random_params()
     eight, sixteen = make_tx((2,), "8 bits"), make_tx((4,), "16 bits")
@@ -343,7 +343,7 @@ def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
         jda.restore(tmp_path / "many", jax.eval_shape(lambda: own), new=is_key)
 
 
-def test_what_is_not_supported_raises():
+def test_unsupported_options_raise():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     make = functools.partial(jda.distributed_fused_adamw, mesh=mesh)
     random = KINDS["8 bits at random"] | dict(grad_reduce_dtype=jnp.float32)
@@ -406,7 +406,7 @@ def test_states_of_another_policy_raise():
         jda.train_step(loss, sixteen)(jda.TrainState.create(params, eight), batch)
 
 
-def test_decoded_is_for_states_of_one_program():
+def test_decoded_raises_for_distributed_states():
     state = make_tx((2,), "8 bits").init(random_params(FEW))
     with pytest.raises(jda.TreeError, match="to_optax_state"):
         jda.decoded(state)
@@ -434,7 +434,7 @@ def test_state_is_updated_in_place_on_gpus(h200s, kind):
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("remainders", 1), ("16 bits at random", 2)])
-def test_memory_per_device(kind, itemsize):
+def test_planned_state_bytes_per_device(kind, itemsize):
     """2 + 4.1 / N bytes per parameter, or 2 + 6.1 / N, where 2 are those of bfloat16 params."""
     params = {"w": jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)}
     for n in (1, 2, 8):

@@ -17,7 +17,7 @@ from support.samples import often
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @often(lambda placement, check_vma: placement == "twice-optim_grads" and check_vma)
-def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
+def test_accumulate_gives_the_same_bits_under_every_strategy(placement, check_vma):
     """Three micro-batches of small whole numbers: every order of their sums is exact."""
     mesh, kwargs = PLACEMENTS[placement]
     rng = np.random.default_rng(2)
@@ -46,7 +46,7 @@ def test_accumulating_by_hand_under_every_strategy(placement, check_vma):
     [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
 )
 @pytest.mark.parametrize("mesh", [FLAT, SQUARE], ids=["flat", "square"])
-def test_accuracy_of_the_mean(mesh, comm, summed, bound):
+def test_error_of_the_mean_is_bounded(mesh, comm, summed, bound):
     """Relative L2 error of the mean of N(0, 1) over 8 devices, against float64."""
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype=summed)
     tx = make_tx(mesh, policy, shard_axis=mesh["names"])
@@ -58,7 +58,7 @@ def test_accuracy_of_the_mean(mesh, comm, summed, bound):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @often(lambda placement: placement in FIRST + SECOND)
-def test_memory_is_what_the_strategy_says(placement):
+def test_devices_hold_the_shares_of_the_strategy(placement):
     mesh, kwargs = PLACEMENTS[placement]
     tx = make_tx(mesh, **kwargs)
     state = jda.TrainState.create(random_params(), tx)

@@ -100,9 +100,7 @@ def shapes_of_sums(tx, state):
         (strategy, kind, micro) in {("optim", "auto", 4), ("optim_grads_params", "explicit", 1)}
     )
 )
-def test_over_data_as_planned_and_over_the_model_axis_as_the_model_alone(
-    h200s, strategy, kind, micro
-):
+def test_collectives_are_the_planned_ones_and_those_of_the_model(h200s, strategy, kind, micro):
     mesh = h200s(4, 2, names=("data", "model"), axis_types=(TYPES[kind],) * 2)
     tx, state, audit = compiled_step(mesh, strategy, micro)
     assert audit.passed, audit

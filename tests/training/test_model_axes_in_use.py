@@ -67,7 +67,7 @@ def trained(tx, loss_fn=loss_fn, params=None, **kwargs):
         (strategy, kind, check_vma) == ("optim_grads_params", "explicit", True)
     )
 )
-def test_a_region_of_the_users_own_steps_as_train_step_does(strategy, kind, check_vma):
+def test_custom_loop_with_a_model_axis_is_train_step(strategy, kind, check_vma):
     """Manual over the data axes alone; init, accumulate, grad_norm and step."""
     tx = make_tx(kind=kind, sharding_strategy=strategy, max_grad_norm=1.0)
     want, metrics = trained(tx, accumulate_steps=2)
@@ -107,7 +107,7 @@ def test_a_region_of_the_users_own_steps_as_train_step_does(strategy, kind, chec
 
 @pytest.mark.parametrize("kind", TYPES)
 @often(lambda kind: kind == "explicit")
-def test_grad_norm_in_such_a_region_divides_by_the_loss_scale(kind):
+def test_grad_norm_in_a_custom_loop_divides_by_the_loss_scale(kind):
     """Of 4096 gradients whose mean over the devices is 3."""
     tx = make_tx(kind=kind, loss_scale=1024.0, param_specs={"w": P(None, "model")})
     params = {"w": jnp.ones((64, 64))}
@@ -124,7 +124,7 @@ def test_grad_norm_in_such_a_region_divides_by_the_loss_scale(kind):
     assert float(jax.jit(norm)(state.params, state.opt_state, x)) == 3 * 64
 
 
-def test_a_zero_size_gradient_in_such_a_region_is_no_reduced_one():
+def test_a_zero_size_gradient_in_a_custom_loop_is_no_reduced_one():
     auto, one = (AxisType.Auto,) * 2, jax.devices("cpu")[:1]
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=auto, devices=one)
     specs = {"w": P("model"), "unused": None}
@@ -147,7 +147,7 @@ def test_a_zero_size_gradient_in_such_a_region_is_no_reduced_one():
     assert params["unused"].shape == (0, 3) and bool((params["w"] < 1).all())
 
 
-def test_gather_params_differentiates_in_such_a_region():
+def test_gather_params_differentiates_in_a_custom_loop():
     """Its transpose reduces over the data axes alone."""
     tx = make_tx(sharding_strategy="optim_grads_params")
     params, x = params_of(), batches(1)[0]
@@ -173,7 +173,7 @@ def test_gather_params_differentiates_in_such_a_region():
     np.testing.assert_allclose(got["w"], want["w"], atol=1100 * 2**-24 * scale)
 
 
-def test_init_in_such_a_region():
+def test_init_in_a_custom_loop():
     tx = make_tx()
     specs = tx.data_specs(tx.state_specs())
     init = jax.shard_map(
@@ -187,7 +187,7 @@ def test_init_in_such_a_region():
     assert_same_trees(jax.jit(init)(params_of()), tx.init(params_of()), "state")
 
 
-def test_a_gradient_that_was_reduced_raises_in_such_a_region():
+def test_a_gradient_that_was_reduced_raises_in_a_custom_loop():
     """Types say so, where they are checked."""
     tx = make_tx()
     state = jda.TrainState.create(params_of(), tx)
@@ -229,7 +229,7 @@ def test_gradients_may_be_of_other_types_than_their_params():
     assert_same_trees(*found, "params and state")
 
 
-def test_a_dimension_that_is_cut_twice_raises_in_such_a_region():
+def test_a_dimension_that_is_cut_twice_raises_in_a_custom_loop():
     tx = make_tx(sharding_strategy="optim_grads_params", param_specs={"w": P("model"), "b": None})
     state, opt = jda.TrainState.create(params_of(), tx), tx.bind(params_of())
     specs = tx.data_specs((tx.param_specs(params_of()), tx.state_specs()))
@@ -260,7 +260,7 @@ def test_a_scan_over_batches_takes_the_same_steps():
         assert x.sharding.is_equivalent_to(want.params[name].sharding, x.ndim)
 
 
-def test_a_chain_and_a_restored_state():
+def test_chained_state_converts_to_optax_and_back():
     """A transformation before the optimizer; a state that comes from optax's, unsharded."""
     tx = jda.chain(optax.scale(0.5), make_tx(sharding_strategy="optim_grads"))
     state, _ = trained(tx)
@@ -496,7 +496,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS)
-def test_what_cannot_be_done_says_what_can(call, error, message):
+def test_unsupported_model_axes_raise(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
