@@ -36,6 +36,7 @@ from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
+from jdistadam.drop_in.parts import add_decayed_weights, scale_by_adam, scale_by_learning_rate
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation, jit_step
 from jdistadam.errors import (
@@ -112,6 +113,9 @@ __all__ = [  # noqa: RUF022 - by task
     "scale_loss",
     "AccumulatedGrads",
     # Composition with optax's own transformations.
+    "scale_by_adam",
+    "add_decayed_weights",
+    "scale_by_learning_rate",
     "chain",
     "inject_hyperparams",
     # Programs of jax.export.

@@ -25,6 +25,7 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.parts import joined
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError, TreeError
@@ -34,7 +35,9 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     """``optax.chain`` with a ``step``: the same state, the same updates.
 
     ``step`` is fused if the last transformation has its own step, as those of jdistadam do; the
-    ones before it change the gradients. Otherwise it is update and ``apply_updates``.
+    ones before it change the gradients. ``scale_by_adam``, ``add_decayed_weights`` and
+    ``scale_by_learning_rate`` of this package at the end become one optimizer with such a step,
+    whose state stays in three parts. Otherwise it is update and ``apply_updates``.
 
     Transformations before a distributed optimizer get unreduced gradients. They must be linear in
     them, so that the order of transformation and sum over devices is irrelevant: ``optax.scale``,
@@ -76,8 +79,16 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             changes_grads=bool(before) or last.changes_grads,
             bound=last.bound,
         )
-    chained = _Chain(tuple(before), last)
-    return FusedTransformation(chained.init, chained.update, chained.step)
+    end = joined(transformations)
+    if end is None:
+        chained = _Chain(tuple(before), last)
+        return FusedTransformation(chained.init, chained.update, chained.step)
+    fused, num_parts = end
+    chained = _Chain(tuple(transformations[:-num_parts]), fused, num_parts)
+    tx = FusedTransformation(chained.init, chained.update, chained.step)
+    if not chained.before:  # so that distributed takes it
+        tx.algorithm = fused.algorithm
+    return tx
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
@@ -86,19 +97,31 @@ class _Chain:
 
     before: tuple[optax.GradientTransformation, ...]
     last: optax.GradientTransformation
+    num_parts: int | None = None  # of the last one's state, if these are parts of the chain's
 
     def init(self, params: Params) -> OptState:
-        states = tuple(tx.init(params) for tx in (*self.before, self.last))
-        for i, state in enumerate(states[:-1]):
+        states = tuple(tx.init(params) for tx in self.before)
+        for i, state in enumerate(states):
             if trees.parts_of(state, MainParamsState):
                 raise _misplaced(i, "params must follow its main parameters exactly")
-        return states
+        return self._whole(states, self.last.init(params))
+
+    def _whole(self, states: tuple[Any, ...], last: Any) -> OptState:
+        return (*states, last) if self.num_parts is None else (*states, *last)
+
+    def _parts(self, state: Any) -> tuple[tuple[Any, ...], Any]:
+        """The states of the transformations before the last one, and its state."""
+        _check_state(self.before, state, self.num_parts or 1)
+        count = len(self.before)
+        return state[:count], state[-1] if self.num_parts is None else tuple(state[count:])
 
     def update(
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
-        _check_state(self.before, state)
-        return _update_in_turn((*self.before, self.last), grads, state, params, extra_args)
+        states, last = self._parts(state)
+        given = (*self.before, self.last), grads, (*states, last), params, extra_args
+        updates, new = _update_in_turn(*given)
+        return updates, self._whole(new[:-1], new[-1])
 
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -109,10 +132,10 @@ class _Chain:
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
-        _check_state(self.before, state)
-        grads, states = _update_in_turn(self.before, grads, state[:-1], params, extra_args)
-        params, last_state = self.last.step(grads, state[-1], params, **extra_args)
-        return params, (*states, last_state)
+        states, last = self._parts(state)
+        grads, states = _update_in_turn(self.before, grads, states, params, extra_args)
+        params, last = self.last.step(grads, last, params, **extra_args)
+        return params, self._whole(states, last)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -256,12 +279,15 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
             raise _misplaced(i, "a distributed optimizer must come last")
 
 
-def _check_state(before: Sequence[optax.GradientTransformation], state: Any) -> None:
+def _check_state(
+    before: Sequence[optax.GradientTransformation], state: Any, num_parts: int = 1
+) -> None:
     """Raises TreeError unless a state has one part per transformation."""
-    if not isinstance(state, tuple) or len(state) != len(before) + 1:
+    expected = len(before) + num_parts
+    if not isinstance(state, tuple) or len(state) != expected:
         got = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
         raise TreeError(
-            f"opt_state: not a state of this chain: got {got}, expected {len(before) + 1} parts. "
+            f"opt_state: not a state of this chain: got {got}, expected {expected} parts. "
             "Pass opt_state as init, update or step returned it."
         )
 

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax import add_decayed_weights as optax_add_decayed_weights  # also if a user replaces it
+from optax import scale_by_adam as optax_scale_by_adam
+from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
@@ -325,10 +328,10 @@ def _optax_step(
     grads, params, _, mu, nu = (list(column) for column in zip(*leaves, strict=True))
     rate = hyper.learning_rate
     tx = optax.chain(
-        optax.add_decayed_weights(hyper.l2, decays),
-        optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, nesterov=hyper.nesterov),
+        optax_add_decayed_weights(hyper.l2, decays),
+        optax_scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, nesterov=hyper.nesterov),
         _with_decay(at_count(hyper.weight_decay, count), decays, hyper.cautious_weight_decay),
-        optax.scale_by_learning_rate(rate),
+        optax_scale_by_learning_rate(rate),
     )
     empty = optax.EmptyState()
     count_of_adam = count
@@ -354,7 +357,7 @@ def _with_decay(
 ) -> optax.GradientTransformation:
     """``optax.add_decayed_weights``; if cautious, only for updates with the parameter's sign."""
     if not is_cautious:
-        return optax.add_decayed_weights(weight_decay, decays)
+        return optax_add_decayed_weights(weight_decay, decays)
 
     def add(u: Any, p: Any) -> Any:
         points_apart = jnp.real(u * jnp.conj(p)) < 0

@@ -1,4 +1,4 @@
-"""A pytest plugin: optax's own tests, with jdistadam's Adam and AdamW in place of optax's."""
+"""A pytest plugin: optax's own tests, with jdistadam's optimizers in place of optax's."""
 
 import inspect
 import re
@@ -6,11 +6,12 @@ import re
 import jax
 import optax
 import pytest
-from optax._src import alias
+from optax._src import alias, transform
 
 import jdistadam as jda
 
-OURS = {"adam": jda.fused_adam, "adamw": jda.fused_adamw}
+OURS = {"adam": jda.fused_adam, "adamw": jda.fused_adamw, "scale_by_adam": jda.scale_by_adam}
+MODULES = {"adam": alias, "adamw": alias, "scale_by_adam": transform}
 calls = dict.fromkeys(OURS, 0)
 
 
@@ -36,7 +37,7 @@ def replacement(name):
 
 for name in OURS:
     made = replacement(name)
-    setattr(alias, name, made)
+    setattr(MODULES[name], name, made)
     setattr(optax, name, made)
 
 
@@ -48,7 +49,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Keeps the tests that make Adam or AdamW, or have one of them as a parameter."""
-    makes = re.compile(r"\b(alias|optax)\.(adam|adamw)\b")
+    makes = re.compile(r"\b(alias|optax|transform)\.(adam|adamw|scale_by_adam)\b")
     parameter = re.compile(r"\b(adam|adamw)\b")
     named = re.compile(r"_(adam|adamw)$")  # from absl's named_parameters
     kept, others = [], []

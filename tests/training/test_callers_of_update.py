@@ -142,8 +142,11 @@ def test_fused_optimizers_in_place_of_those_of_optax(monkeypatch):
     want.append(injected.update(params, injected.init(params), params)[0])
     monkeypatch.setattr(optax, "adamw", jda.fused_adamw)
     monkeypatch.setattr(optax, "adam", jda.fused_adam)
-    monkeypatch.setattr(optax, "chain", jda.chain)
+    for name in ("chain", "scale_by_adam", "add_decayed_weights", "scale_by_learning_rate"):
+        monkeypatch.setattr(optax, name, getattr(jda, name))
     monkeypatch.setattr(optax, "inject_hyperparams", jda.inject_hyperparams)
     made = optax.adamw(1e-2), optax.adam(1e-2), optax.inject_hyperparams(optax.adamw)(1e-2)
+    integers = {"n": np.arange(3, dtype=np.int32)}  # for which ours calls the functions of optax
+    made[0].step(integers, made[0].init(integers), integers)
     for tx, updates in zip(made, want, strict=True):
         assert_trees_same_bits(tx.update(params, tx.init(params), params)[0], updates)
