@@ -37,6 +37,7 @@ from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.low_precision import RoundingState, decoded
 from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.parts import add_decayed_weights, scale_by_adam, scale_by_learning_rate
+from jdistadam.drop_in.placement import state_shardings
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.transformation import FusedTransformation, jit_step
 from jdistadam.errors import (
@@ -75,6 +76,7 @@ __all__ = [  # noqa: RUF022 - by task
     "fused_adam",
     "fused_adamw",
     "jit_step",
+    "state_shardings",
     "FusedTransformation",
     "MainParamsState",
     "BlockCodes",

@@ -1,0 +1,100 @@
+"""How to shard an optimizer state in ``jax.jit``: ZeRO-1 in a training loop of one's own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.core.trees import OptState, Params
+from jdistadam.errors import MeshError
+
+
+def state_shardings(
+    opt_state: OptState, params: Params, mesh: Mesh, axis: str | tuple[str, ...] = "data"
+) -> Any:
+    r"""Returns shardings of an optimizer state for ``jax.jit``: ZeRO-1 in a loop of your own.
+
+    Each array of the state that belongs to a parameter keeps the sharding of the parameter, and is
+    also sharded over ``axis`` along the first dimension that it divides: each of :math:`N` devices
+    keeps :math:`1/N` of it. All other arrays, such as counts, are replicated. ``fused_adamw`` then
+    updates each part where it is, and gathers the new parameters; results keep their shardings,
+    without ``out_shardings``.
+
+    Args:
+      opt_state: Any state of optax or ``fused_adamw``, also of a chain: arrays, or their shapes
+        (``jax.eval_shape(tx.init, params)``).
+      params: The parameters, or their shapes. Those with a ``NamedSharding`` keep it.
+      mesh: The mesh.
+      axis: The axes over which the state is sharded, in addition.
+
+    Returns:
+      A tree like ``opt_state`` of NamedShardings.
+
+    Raises:
+      MeshError: The mesh lacks an axis, or a parameter is sharded over another mesh.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+      >>> tx, params = jda.fused_adamw(1e-3), {"w": jnp.ones((1024, 4))}
+      >>> shardings = state_shardings(jax.eval_shape(tx.init, params), params, mesh)
+      >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> opt_state[0].mu["w"].sharding.spec
+      PartitionSpec('data', None)
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    for name in axes:
+        if name not in mesh.axis_names:
+            raise MeshError(
+                f"axis: not an axis of the mesh: got {name!r}, expected one of "
+                f"{', '.join(map(repr, mesh.axis_names))}. Name an axis of the mesh."
+            )
+    own = {}
+    for path, x in trees.leaves_with_path(params):
+        name = "params" + jax.tree_util.keystr(path)
+        own[path] = x.shape, _spec_of(name, x, mesh)
+    depths = sorted({len(path) for path in own}, reverse=True)
+
+    def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        ends = (path[len(path) - depth :] for depth in depths if depth <= len(path))
+        for shape, spec in (own[end] for end in ends if end in own):
+            if shape == x.shape:
+                return NamedSharding(mesh, _also_over(axes, spec, shape, mesh))
+        return NamedSharding(mesh, P())
+
+    leaves = [sharding_of(path, x) for path, x in trees.leaves_with_path(opt_state)]
+    return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+
+
+def _spec_of(path: str, param: Any, mesh: Mesh) -> P:
+    """The PartitionSpec of a parameter; replicated if it is on no mesh."""
+    sharding = getattr(param, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return P()
+    if sharding.mesh.shape != mesh.shape or sharding.device_set != set(mesh.devices.flat):
+        raise MeshError(
+            f"{path}: sharded over another mesh: got {dict(sharding.mesh.shape)}, expected "
+            f"{dict(mesh.shape)}, of the same devices. Place the params on this mesh first."
+        )
+    return sharding.spec
+
+
+def _also_over(axes: tuple[str, ...], spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """A PartitionSpec with ``axes`` at the first dimension that they divide, if any."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    parts = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in entries]
+    if set(axes) & {name for names in parts for name in names}:
+        return spec
+    size = math.prod(mesh.shape[name] for name in axes)
+    for i, names in enumerate(parts):
+        cut = size * math.prod(mesh.shape[name] for name in names)
+        if shape[i] and shape[i] % cut == 0:
+            new = (*names, *axes)
+            entries[i] = new if len(new) > 1 else new[0]
+            return P(*entries)
+    return spec

@@ -1,0 +1,120 @@
+"""ZeRO-1 in plain ``jax.jit``: ``state_shardings`` for states of optax and of ours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+
+HYPER = dict(learning_rate=0.02, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
+
+
+def make_mesh(shape=(8,), names=("data",)):
+    return Mesh(np.asarray(jax.devices("cpu")[: int(np.prod(shape))]).reshape(shape), names)
+
+
+def first_params(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = {"tall": (64, 3), "wide": (5, 48), "odd": (7,), "scalar": ()}
+    return {"block": {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}}
+
+
+def specs(shardings):
+    return jax.tree.map(lambda x: tuple(x.spec), shardings)
+
+
+MADE = {
+    "fused_adamw": lambda: jda.fused_adamw(**HYPER),
+    "optax.adamw": lambda: optax.adamw(**HYPER),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), jda.fused_adamw(**HYPER)),
+    "parts": lambda: jda.chain(jda.scale_by_adam(), jda.scale_by_learning_rate(0.1)),
+    "hyperparameters": lambda: jda.inject_hyperparams(jda.fused_adamw)(**HYPER),
+    "MultiSteps": lambda: optax.MultiSteps(jda.fused_adamw(**HYPER), 2),
+    "main parameters": lambda: jda.fused_adamw(**HYPER, main_params_dtype=jnp.float32),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_every_array_of_a_parameter_is_cut_once(made):
+    tx, params = MADE[made](), first_params(jnp.bfloat16)
+    shapes = jax.eval_shape(tx.init, params)
+    shardings = jda.state_shardings(shapes, params, make_mesh())
+    wanted = {"tall": ("data", None), "wide": (None, "data"), "odd": (), "scalar": ()}
+    num_cut = 0
+    for (path, x), sharding in zip(
+        jax.tree_util.tree_flatten_with_path(shapes)[0], jax.tree.leaves(shardings), strict=True
+    ):
+        name = getattr(path[-1], "key", None)
+        assert tuple(sharding.spec) == (wanted.get(name, ()) if x.ndim else ()), path
+        num_cut += "data" in sharding.spec
+    assert num_cut == {"MultiSteps": 6, "main parameters": 6}.get(made, 4)
+
+
+def test_shardings_of_parameters_stay():
+    """Over a model axis, beside and on the same dimension; a parameter cut over "data" as it is."""
+    mesh = make_mesh((4, 2), ("data", "model"))
+    own = {"tall": P("model"), "wide": P(None, "model"), "odd": P(), "scalar": P()}
+    params = first_params()["block"]
+    params = {k: jax.device_put(x, NamedSharding(mesh, own[k])) for k, x in params.items()}
+    params["fsdp"] = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(None, "data")))
+    shardings = jda.state_shardings(jda.fused_adamw(**HYPER).init(params), params, mesh)[0].mu
+    assert specs(shardings) == {
+        "tall": (("model", "data"), None), "wide": (None, ("model", "data")), "odd": (), "scalar": (), "fsdp": (None, "data"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_sharded_state_has_the_bits_of_one_device_and_stays_where_it_is(dtype, explicit):
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices("cpu"))
+    params, replicated = first_params(dtype), NamedSharding(mesh, P())
+    tx = jda.fused_adamw(**HYPER, main_params_dtype=None if dtype == jnp.float32 else jnp.float32)
+    shardings = jda.state_shardings(jax.eval_shape(tx.init, params), params, mesh)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    one, one_state = params, tx.init(params)
+    step, params = jax.jit(tx.step), jax.device_put(params, replicated)
+    for i in range(10):
+        rng = np.random.default_rng(i)
+        grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), one)  # noqa: B023
+        params, state = step(jax.device_put(grads, replicated), state, params)
+        one, one_state = step(grads, one_state, one)
+    assert_trees_same_bits((params, state), (one, one_state))
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+
+
+def test_in_classes_of_flax():
+    mesh, params = make_mesh(), {"w": jnp.ones((64, 8))}
+    state = TrainState.create(apply_fn=None, params=params, tx=jda.fused_adamw(**HYPER))
+    shardings = jda.state_shardings(state.opt_state, params, mesh)
+    state = state.replace(opt_state=jax.device_put(state.opt_state, shardings))
+    state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, params)
+    assert state.opt_state[0].mu["w"].addressable_data(0).shape == (8, 8)
+    model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jda.fused_adamw(**HYPER), wrt=nnx.Param)
+    opt_state = nnx.as_pure(optimizer.opt_state)
+    shardings = jda.state_shardings(opt_state, nnx.to_pure_dict(nnx.state(model, nnx.Param)), mesh)
+    assert tuple(shardings[0].mu["kernel"].spec) == ("data", None)
+
+
+def test_wrong_meshes_raise():
+    params = first_params()
+    state = jda.fused_adamw(**HYPER).init(params)
+    with pytest.raises(
+        jda.MeshError, match=r"^axis: not an axis of the mesh: got 'model', expected"
+    ):
+        jda.state_shardings(state, params, make_mesh(), "model")
+    other = jax.device_put(params, NamedSharding(make_mesh((2,)), P()))
+    with pytest.raises(
+        jda.MeshError, match=r"^params\['block'\]\['odd'\]: sharded over another mesh"
+    ):
+        jda.state_shardings(state, other, make_mesh())
