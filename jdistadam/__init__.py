@@ -8,6 +8,7 @@ Start with ``fused_adamw`` in place of ``optax.adamw``; for several devices, see
 ``train_step``.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
@@ -69,6 +70,13 @@ try:
     __version__ = _version("jdistadam")
 except _NotInstalled:  # imported from a source tree
     __version__ = "unknown"
+
+
+def __getattr__(name: str) -> object:
+    """Imports ``jda.flax`` when it is first used: Flax is optional."""
+    if name != "flax":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _import_module("jdistadam.flax")
 
 
 __all__ = [  # noqa: RUF022 - by task

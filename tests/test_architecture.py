@@ -25,6 +25,7 @@ ORDER = (
     "interop",  # states of other frameworks
     "checkpoint",
     "tools",
+    "flax",  # an optional package
     "__main__",
 )
 ABOVE_ALL = "__init__"

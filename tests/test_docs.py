@@ -33,7 +33,7 @@ def test_the_reference_has_every_public_name():
                 module = name
             else:
                 named.add(f"{module}.{name}")
-    modules = jdistadam, jdistadam.interop
+    modules = jdistadam, jdistadam.interop, jdistadam.flax
     public = {f"{x.__name__}.{name}" for x in modules for name in x.__all__}
     assert named == public - {"jdistadam.interop"}
 
@@ -43,7 +43,7 @@ INTERNAL = {"make", "schedule", "of_bucket"}  # methods that the reference leave
 
 def public_functions():
     """Functions and methods that the reference shows."""
-    for module in (jdistadam, jdistadam.interop):
+    for module in (jdistadam, jdistadam.interop, jdistadam.flax):
         for thing in (getattr(module, name) for name in module.__all__):
             members = vars(thing).items() if inspect.isclass(thing) else [(thing.__name__, thing)]
             for name, member in members:

@@ -1,7 +1,6 @@
-"""The classes of docs/flax.md take the fused step, and nnx's trees train as dictionaries do."""
+"""``jda.flax`` takes the fused step in Flax's classes; nnx's trees train as dictionaries do."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
-from support.paths import ROOT
 from support.samples import often
-
-PAGE: dict = {}
-exec(re.search(r"```python\n(.*?)```", (ROOT / "docs/flax.md").read_text(), re.S)[1], PAGE)
 
 HYPER = dict(b1=0.87, eps=1e-7, weight_decay=0.13)
 BF16 = jnp.bfloat16
@@ -87,8 +82,8 @@ def nnx_steps(make_optimizer, model, params, tx):
 
 
 FUSED = {
-    "linen": functools.partial(linen_steps, PAGE["FusedTrainState"]),
-    "nnx": functools.partial(nnx_steps, PAGE["FusedOptimizer"]),
+    "linen": functools.partial(linen_steps, jda.flax.TrainState),
+    "nnx": functools.partial(nnx_steps, jda.flax.Optimizer),
 }
 UNFUSED = {
     "linen": functools.partial(linen_steps, TrainState),
@@ -130,7 +125,7 @@ def pointers(tree):
 def test_a_fused_train_state_is_updated_in_place():
     _, params = make_model(jnp.float32, 1)
     tx = jda.fused_adamw(3e-2, **HYPER)
-    state = PAGE["FusedTrainState"].create(apply_fn=None, params=params, tx=tx)
+    state = jda.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads, before = next(gradients(params)), pointers(state)
     assert len(before) == 6
     state = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)(state, grads)
@@ -139,7 +134,7 @@ def test_a_fused_train_state_is_updated_in_place():
 
 def test_a_fused_optimizer_of_nnx_updates_in_place():
     model, params = make_model(jnp.float32, 1)
-    optimizer = PAGE["FusedOptimizer"](model, jda.fused_adamw(3e-2, **HYPER), wrt=nnx.Param)
+    optimizer = jda.flax.Optimizer(model, jda.fused_adamw(3e-2, **HYPER), wrt=nnx.Param)
     boxes = jax.tree.structure(nnx.state(model, nnx.Param))
     grads = boxes.unflatten(jax.tree.leaves(next(gradients(params))))
     before = [pointers(nnx.state(x)) for x in (model, optimizer)]
@@ -199,13 +194,54 @@ def test_nnx_trains_over_a_mesh_as_dictionaries_do(strategy):
     assert not np.array_equal(model.norm.mean[...], state[2]["norm"]["mean"])  # they moved
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: optax.chain(tx), lambda tx: optax.masked(tx, True)])
-def test_classes_of_the_page_raise_for_an_optimizer_without_step(wrap):
-    tx, params = wrap(jda.fused_adamw(1e-3)), {"w": jnp.ones(3)}
-    state = PAGE["FusedTrainState"].create(apply_fn=None, params=params, tx=tx)
-    with pytest.raises(TypeError, match="which has no step: use jda"):
-        state.apply_gradients(grads=params)
+WITHOUT_STEP = {
+    "chain": optax.chain,
+    "masked": lambda tx: optax.masked(tx, True),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("wrap", WITHOUT_STEP)
+def test_optimizers_without_step_warn_and_update(wrap):
+    """As Flax's own classes do; with MultiSteps they said that there is no attribute 'step'."""
+    tx = WITHOUT_STEP[wrap](jda.fused_adamw(1e-3))
+    params = {"w": jnp.ones(3)}
+    with pytest.warns(UserWarning, match="^tx: has no fused step.* in place of optax.chain"):
+        got = jda.flax.TrainState.create(apply_fn=None, params=params, tx=tx).apply_gradients(
+            grads=params
+        )
+    want = TrainState.create(apply_fn=None, params=params, tx=tx).apply_gradients(grads=params)
+    assert_trees_same_bits((got.params, got.opt_state), (want.params, want.opt_state))
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    optimizer = PAGE["FusedOptimizer"](model, tx, wrt=nnx.Param)
-    with pytest.raises(TypeError, match="which has no step: use jda"):
+    optimizer = jda.flax.Optimizer(model, tx, wrt=nnx.Param)
+    with pytest.warns(UserWarning, match="^tx: has no fused step"):
         optimizer.update(model, nnx.state(model, nnx.Param))
+    assert int(optimizer.step[...]) == 1
+
+
+def test_distributed_optimizers_in_the_classes_raise():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    tx, params = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh), {"w": jnp.ones(3)}
+    state = jda.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+    with pytest.raises(jda.PolicyError, match=r"^update: .*expected jda\.train_step"):
+        state.apply_gradients(grads=params)
+
+
+def test_keywords_are_passed_on():
+    """Fields of a subclass of TrainState, and arguments of a transformation, as Flax does."""
+
+    class State(jda.flax.TrainState):
+        seen: int = 0
+
+    params = {"w": jnp.ones(3)}
+    state = State.create(apply_fn=None, params=params, tx=jda.fused_adamw(1e-3))
+    assert state.apply_gradients(grads=params, seen=7).seen == 7
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    scale = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda g, s, p=None, *, factor, **_: (jax.tree.map(lambda x: factor * x, g), s),
+    )
+    optimizer = jda.flax.Optimizer(model, jda.chain(scale, jda.fused_adamw(1e-3)), wrt=nnx.Param)
+    before = model.kernel[...]
+    optimizer.update(model, nnx.state(model, nnx.Param), factor=0.0)
+    np.testing.assert_allclose(model.kernel[...], before * (1 - 1e-7), rtol=1e-6)
