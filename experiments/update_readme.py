@@ -274,6 +274,20 @@ def low_precision_table(record):
     return low_precision.table(json.loads((RESULTS / f"low_precision/{record}.json").read_text()))
 
 
+def many_leaves_table():
+    """One line for each number of leaves of bench_leaves.py: seconds of first runs."""
+    run = json.loads((RESULTS / "bench_leaves/cpu/default.json").read_text())
+    rows = {(row["part"], row["leaves"]): row for row in run["results"]["rows"]}
+    columns = ("leaves", "`create`", "`jda.save`", "`jda.restore`", "orbax alone: save", "restore")
+    shown = [("distributed", name) for name in ("create", "save", "restore")]
+    shown += [("orbax", name) for name in ("save", "restore")]
+    table = []
+    for count in sorted({count for _, count in rows}):
+        seconds = (rows[part, count][f"{name}_seconds"][0] for part, name in shown)
+        table.append((f"{count:,}", *(f"{x:.1f} s" for x in seconds)))
+    return markdown.table(columns, table)
+
+
 TABLES = {
     "headline": speed_tables.headline,
     "step": step_table,
@@ -288,6 +302,7 @@ TABLES = {
     "resnet": speed_tables.resnet_speed,
     "gathered_once": speed_tables.gathered_once,
     "sharded_steps": speed_tables.sharded_steps,
+    "many_leaves": many_leaves_table,
     "everyday": speed_tables.everyday,
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,

@@ -53,7 +53,15 @@ class TrainState(train_state.TrainState):
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Any:
-        """Returns the state after a step, with fields replaced by ``kwargs``, as in Flax."""
+        """Takes a step.
+
+        Args:
+          grads: Gradients like the params.
+          **kwargs: New values of other fields.
+
+        Returns:
+          The state after it.
+        """
         overwrites = isinstance(grads, dict | FrozenDict) and OVERWRITE_WITH_GRADIENT in grads
         if overwrites or not _has_step(self.tx):
             return super().apply_gradients(grads=grads, **kwargs)
@@ -76,7 +84,13 @@ class Optimizer(nnx.Optimizer):
     """
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
-        """Takes a step; ``kwargs`` are passed to the transformations, as Flax's class does."""
+        """Takes a step: renews the parameters of the model.
+
+        Args:
+          model: The model.
+          grads: Gradients like its parameters.
+          **kwargs: Further arguments of the transformations.
+        """
         if not _has_step(self.tx):
             return super().update(model, grads, **kwargs)
         assert isinstance(self.tx, FusedTransformation)

@@ -53,6 +53,7 @@ def public_functions():
 
 def test_every_public_function_says_what_it_returns():
     functions = {x for x in public_functions() if inspect.isfunction(x)}
+    functions = {x for x in functions if x.__module__.startswith("jdistadam")}  # not of Flax
     returning = [x for x in functions if inspect.signature(x).return_annotation != "None"]
     assert len(returning) > 60
     assert not [x for x in returning if "Returns:\n" not in (inspect.getdoc(x) or "")]

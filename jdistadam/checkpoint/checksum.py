@@ -12,6 +12,7 @@ goes unnoticed with a probability of :math:`2^{-64}`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,24 +30,57 @@ from jdistadam.errors import DtypeError
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-class PartialSums:
-    """The sums of this process's shards of an array, computed asynchronously."""
+_MOST_BLOCKS = 16  # of small arrays of one kind, in one program
+_SMALL = 1 << 16  # elements
 
-    def __init__(self, x: jax.Array) -> None:
-        self.is_of_one_process = x.is_fully_addressable
-        self._sums: Any = np.zeros((0, 2), np.uint32)
-        mine = [shard for shard in x.addressable_shards if shard.replica_id == 0 and x.size]
-        if mine:  # one program for all of their devices, with the shards in one array
-            starts = tuple(tuple(part.start or 0 for part in shard.index) for shard in mine)
-            mesh = Mesh(np.asarray([shard.device for shard in mine]), "shards")
-            with jax.set_mesh(_NO_MESH):  # the user's mesh may have other devices
-                shards = _joined(mesh, [shard.data for shard in mine])
-                self._sums = _program(mesh, x.shape)(shards, _on_devices(mesh, starts))
+
+class PartialSums:
+    """The sums of this process's shards of an array, which may still be computed."""
+
+    def __init__(self, is_of_one_process: bool, sums: Any = None, index: int = 0) -> None:
+        """Takes sums of several arrays, shape (devices, arrays, 2); None: no shard is here."""
+        self.is_of_one_process = is_of_one_process
+        self._sums, self._index = np.zeros((0, 1, 2), np.uint32) if sums is None else sums, index
 
     def value(self) -> np.ndarray:
         """Returns the two sums, shape (2,), uint64, modulo 2**32; waits for them."""
-        self._sums = np.asarray(self._sums, np.uint64).sum(0, keepdims=True) & np.uint64(0xFFFFFFFF)
-        return self._sums[0]
+        mine = np.asarray(self._sums)[:, self._index].astype(np.uint64)
+        return mine.sum(0) & np.uint64(0xFFFFFFFF)
+
+
+def partial_sums(arrays: Sequence[jax.Array]) -> list[PartialSums]:
+    """Returns the sums of arrays; one program computes those of several small ones of a kind."""
+    sums = [PartialSums(x.is_fully_addressable) for x in arrays]
+    of_kind: dict[Any, list[int]] = {}
+    blocks: list[Any] = []
+    for i, x in enumerate(arrays):
+        kind, mine = _shards_of(x)
+        blocks.append(mine)
+        if mine:
+            of_kind.setdefault((kind, x.shape, x.dtype), []).append(i)
+    with jax.set_mesh(_NO_MESH):  # the user's mesh may have other devices
+        for ((devices, starts), shape, _), same in of_kind.items():
+            mesh = Mesh(np.asarray(devices), "shards")
+            end = len(same) // _MOST_BLOCKS * _MOST_BLOCKS if math.prod(shape) <= _SMALL else 0
+            runs = [same[k : k + _MOST_BLOCKS] for k in range(0, end, _MOST_BLOCKS)]
+            for run in [*runs, *([i] for i in same[end:])]:
+                joined = [_joined(mesh, blocks[i]) for i in run]
+                found = _program(mesh, shape)(joined, _on_devices(mesh, starts))
+                for k, i in enumerate(run):
+                    sums[i] = PartialSums(sums[i].is_of_one_process, found, k)
+    return sums
+
+
+def _shards_of(x: jax.Array) -> tuple[Any, list[jax.Array]]:
+    """The devices and starts of the shards that this process sums up, and the shards."""
+    if not x.size:
+        return None, []
+    if x.is_fully_addressable and x.is_fully_replicated:
+        block = x.addressable_data(0)
+        return (tuple(block.devices()), ((0,) * x.ndim,)), [block]
+    mine = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    starts = tuple(tuple(part.start or 0 for part in shard.index) for shard in mine)
+    return (tuple(shard.device for shard in mine), starts), [shard.data for shard in mine]
 
 
 def totals(sums: Sequence[PartialSums]) -> list[str]:
@@ -55,7 +89,7 @@ def totals(sums: Sequence[PartialSums]) -> list[str]:
     For an array that is local to each process, this process's sums.
 
     Example:
-      >>> totals([PartialSums(jnp.arange(3.0)), PartialSums(jnp.arange(3.0)[::-1])])
+      >>> totals(partial_sums([jnp.arange(3.0), jnp.arange(3.0)[::-1]]))
       ['1e8bbc6133297692', '2e109d8871c592a3']
     """
     values = np.stack([x.value() for x in sums]) if sums else np.zeros((0, 2), np.uint64)
@@ -88,20 +122,24 @@ def _program(mesh: Mesh, shape: tuple[int, ...]) -> Any:
     return jax.jit(compat.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
 
 
-def _local_sums(x: jax.Array, starts: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
-    """The sums of one block, shape (1, 2), uint32. Positions count modulo 2**32."""
-    position = jnp.zeros(x.shape, jnp.uint32)
+def _local_sums(blocks: list[Any], starts: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    """The sums of blocks of several arrays, shape (1, arrays, 2), uint32.
+
+    Positions count modulo 2**32.
+    """
+    x = jnp.stack(blocks)
+    position = jnp.zeros((1, *x.shape[1:]), jnp.uint32)
     stride = 1
     for dim in reversed(range(len(shape))):
-        along = lax.broadcasted_iota(jnp.uint32, x.shape, dim) + starts[0, dim]
+        along = lax.broadcasted_iota(jnp.uint32, position.shape, dim + 1) + starts[0, dim]
         position += along * jnp.uint32(stride % 2**32)
         stride *= shape[dim]
     first = _mix(_bits(x) ^ _mix(position + jnp.uint32(0x9E3779B9)))
     second = _mix(first ^ jnp.uint32(0x85EBCA77))
     # Both sums in one pass over the elements: six times as fast as two passes on a CPU.
     zero, add = jnp.uint32(0), lambda x, y: (x[0] + y[0], x[1] + y[1])
-    both = lax.reduce((first, second), (zero, zero), add, tuple(range(x.ndim)))
-    return jnp.stack(both)[None]
+    both = lax.reduce((first, second), (zero, zero), add, tuple(range(1, x.ndim)))
+    return jnp.stack(both, axis=-1)[None]
 
 
 def _mix(h: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import collections
 import contextlib
 import functools
 import hashlib
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jdistadam.checkpoint.checksum import PartialSums, totals
+from jdistadam.checkpoint.checksum import PartialSums, partial_sums, totals
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.errors import CheckpointError
 
@@ -82,7 +83,7 @@ class Read(NamedTuple):
     """Arrays that are read together, and the function that takes them."""
 
     wanted: Sequence[Wanted]
-    use: Callable[[list[jax.Array]], Any]
+    use: Callable[[collections.deque[jax.Array]], Any]
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +215,7 @@ def _made(batch: list[Group]) -> tuple[list[jax.Array], dict[str, PartialSums]]:
     """The arrays of a batch, and their checksums by name."""
     arrays = [x for group in batch for x in group.make()]
     names = (entry.name for group in batch for entry in group.entries)
-    return arrays, dict(zip(names, map(PartialSums, arrays), strict=True))
+    return arrays, dict(zip(names, partial_sums(arrays), strict=True))
 
 
 async def _write(info: Any, text: str) -> None:
@@ -225,7 +226,7 @@ async def _write(info: Any, text: str) -> None:
 def _header_text(contents: Contents, sums: dict[str, PartialSums]) -> str:
     """The text of the header; all processes add up their sums of arrays for it."""
     entries = [entry for group in contents.groups for entry in group.entries]
-    absent = PartialSums(jnp.zeros(0))
+    absent = PartialSums(is_of_one_process=True)
     found = totals([sums.get(entry.name, absent) for entry in entries])
     leaves = {}
     for entry, total in zip(entries, found, strict=True):
@@ -363,12 +364,12 @@ class Reader:
         """Reads arrays in batches and passes them on; raises CheckpointError for a damaged one."""
         for batch in batches(reads):
             wanted = [one for read in batch for one in read.wanted]
-            arrays = self._load(wanted)
-            for (entry, _), got in zip(wanted, totals([*map(PartialSums, arrays)]), strict=True):
+            arrays = collections.deque(self._load(wanted))
+            for (entry, _), got in zip(wanted, totals(partial_sums(arrays)), strict=True):
                 if got != entry.sum:
                     raise self._damaged(entry, f"checksum {got}", entry.sum)
             for read in batch:  # each array is freed once it is used
-                read.use([arrays.pop(0) for _ in read.wanted])
+                read.use(collections.deque(arrays.popleft() for _ in read.wanted))
 
     def _load(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
         filled = [one for one in wanted if math.prod(one[0].shape)]
@@ -422,8 +423,9 @@ class Reader:
 
 def _read_at(place: Sharding) -> Sharding:
     """Where an array is read: replicas of one process are copies of a single one."""
-    if len(place.device_set) > 1 and place.is_fully_replicated and place.is_fully_addressable:
-        return SingleDeviceSharding(min(place.addressable_devices, key=lambda x: x.id))
+    devices: Any = place.device_set
+    if len(devices) > 1 and place.is_fully_replicated and place.is_fully_addressable:
+        return SingleDeviceSharding(min(devices, key=lambda x: x.id))
     return place
 
 

@@ -22,6 +22,8 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
 ``packing.py``            Leaves into buckets and back. ``Piece``: what a kernel call steps. Which
                           blocks of a leaf a device has, for quantized state and random bits.
+``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
+                          few leaves, outside of ``jax.shard_map``.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
 ``update.py``             Clipping, the kernel on the flat state, gathers of new parameters.
 ``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.

@@ -40,7 +40,7 @@ from jdistadam.distributed.packing import shard_of
 _MOST_LEAVES = 16  # of a packed bucket, in one program
 
 
-_MANY = 256  # leaves of params, for a program that takes all of them
+_MANY = 1000  # leaves of params, for a program that takes all of them
 
 
 def are_many(layout: Layout) -> bool:

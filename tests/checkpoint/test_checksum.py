@@ -10,13 +10,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import checksum
-from jdistadam.checkpoint.checksum import PartialSums, totals
+from jdistadam.checkpoint.checksum import partial_sums, totals
 
 DEVICES = jax.devices("cpu")
 
 
 def of(x):
-    return totals([PartialSums(x)])[0]
+    return totals(partial_sums([x]))[0]
 
 
 def mixed(h):
@@ -72,10 +72,10 @@ def test_positions_count_beyond_32_bits():
     """A part of an array of 2**33 elements: its positions are those of the whole, modulo 2**32."""
     x = jnp.arange(6.0).reshape(2, 3)
     starts = np.asarray([[2**31 - 1, 1]], np.uint32)
-    got = checksum._local_sums(x, starts, shape=(2**31 + 1, 4))
+    got = checksum._local_sums([x], starts, shape=(2**31 + 1, 4))
     first = 0
     for (i, j), value in np.ndenumerate(np.asarray(x)):
         position = ((2**31 - 1 + i) * 4 + 1 + j) % 2**32
         bits = int(np.float32(value).view(np.uint32))
         first += mixed(bits ^ mixed((position + 0x9E3779B9) % 2**32))
-    assert int(got[0, 0]) == first % 2**32
+    assert int(got[0, 0, 0]) == first % 2**32
