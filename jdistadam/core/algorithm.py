@@ -90,7 +90,7 @@ def for_each_leaf(
     return values
 
 
-_KEYS = ("lr_scale", "weight_decay", "b1", "b2", "frozen")
+_KEYS = ("learning_rate", "lr_scale", "weight_decay", "b1", "b2", "frozen")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +172,8 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     unknown = sorted(set(given) - set(_KEYS)) if isinstance(given, Mapping) else [repr(given)]
     if unknown:
         action = "Remove it."
-        if unknown[0] in ("learning_rate", "lr"):
-            action = "Pass lr_scale, which multiplies learning_rate, in its place."
+        if unknown[0] == "lr":
+            action = "Pass learning_rate, or lr_scale, which multiplies that of the optimizer."
         raise HyperparameterError(
             f"groups[{label!r}]: unknown setting {unknown[0]}: got {given}, "
             f"expected a dict with some of {', '.join(_KEYS)}. {action}"
@@ -182,13 +182,20 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     check_flag(f"{path}['frozen']", given.get("frozen", False))
     if given.get("frozen", False):
         return None
-    changed = {k: v for k, v in given.items() if k in ("weight_decay", "b1", "b2")}
+    if {"learning_rate", "lr_scale"} <= given.keys():
+        raise HyperparameterError(
+            f"{path}: two settings of one learning rate: got learning_rate and lr_scale, expected "
+            "one of them. lr_scale multiplies the learning rate of the optimizer."
+        )
+    changed = {k: v for k, v in given.items() if k not in ("lr_scale", "frozen")}
     scale = given.get("lr_scale", 1)
     try:
         new = dataclasses.replace(hyper, **changed)
         checked = Hyperparameters(scale)  # raises unless it is a number
     except HyperparameterError as error:
-        message = re.sub(r"^learning_rate(?=:)|learning_rate(?=\.$)", "lr_scale", str(error))
+        message = str(error)
+        if "lr_scale" in given:
+            message = re.sub(r"^learning_rate(?=:)|learning_rate(?=\.$)", "lr_scale", message)
         raise HyperparameterError(f"{path}, {message}") from None
     rate = hyper.learning_rate
     if "lr_scale" not in given:

@@ -38,8 +38,6 @@ from jdistadam.distributed.mesh_axes import DataParallel, with_axes
 from jdistadam.distributed.packing import shard_of
 
 _MOST_LEAVES = 16  # of a packed bucket, in one program
-
-
 _MANY = 1000  # leaves of params, for a program that takes all of them
 
 

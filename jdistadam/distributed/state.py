@@ -286,7 +286,7 @@ class StepResult(NamedTuple):
         that cannot happen.
       is_other_layout: Shape (), bool: whether the state has another layout. New parameters,
         moments and norm are then NaN, and the state keeps the digest of the other layout.
-      learning_rate: Shape (), float32: of this step, before ``lr_scale`` of groups.
+      learning_rate: Shape (), float32: of this step, without those of groups.
       norms: The norms by name, shape (), float32; the same on all devices. None without
         ``norms``.
     """

@@ -116,9 +116,10 @@ def fused_adamw(
         true have float32 moments instead of codes. If it is true for none, ``init`` raises
         TreeError. None: only leaves of less than 4096 elements have float32 moments.
       param_labels: A tree of labels, a prefix of params or a function of them.
-      groups: For every label a dict of changes to the arguments above: ``lr_scale`` (multiplies the
-        learning rate), ``weight_decay``, ``b1``, ``b2``, or ``frozen=True``: no state, no
-        communication, unchanged params, ``optax.MaskedNode`` in their place in optax's state.
+      groups: For every label a dict of changes to the arguments above: ``learning_rate``, or
+        ``lr_scale``, which multiplies it, ``weight_decay``, ``b1``, ``b2``; or ``frozen=True``: no
+        state, no communication, unchanged params, ``optax.MaskedNode`` in their place in optax's
+        state. The first three may be schedules.
         Groups cost no further kernel launch.
 
     Returns:

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import trees
+from jdistadam.core import collectives, trees
+from jdistadam.core.arguments import out_of_range
 from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
@@ -88,23 +89,38 @@ class EvalStep:
         self._has_agreed = False
         self.tx, self.compiler_options = program.tx, compiler_options
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, state: TrainState, batch: Any, *, params: str = "params"
+    ) -> tuple[jax.Array, Any]:
         """Returns ``(loss, aux)``. Donates nothing and leaves the state unchanged.
 
         Inside a program a state cannot be inspected: for one of another layout the loss is NaN.
         Several processes first compare the programs that they are about to run, and before later
         evaluations wait for each other.
 
+        Args:
+          state: A train state.
+          batch: The batch.
+          params: "params", or "ema" to evaluate the moving average that ``ema_decay`` keeps,
+            rounded to the dtypes of the params.
+
         Returns:
           The loss, shape (), float32, and ``aux``, as ``eval_step`` says.
 
         Raises:
+          HyperparameterError: ``params`` is neither of the two.
+          PolicyError: The optimizer keeps no average.
           AgreementError: The processes do not all run the same program, or one does not come.
           LayoutError: The state has another layout.
           MeshError: The state is sharded over another mesh, in host memory, or was donated.
         """
         check_train_state(state)
         host_memory.check_memory(self.tx.config, state=state)
+        if not isinstance(params, str) or params not in ("params", "ema"):
+            got = params if isinstance(params, str) else type(params).__name__
+            raise out_of_range("params", got, '"params" or "ema"')
+        if params == "ema":
+            state = dataclasses.replace(state, params=_rounded_average(state, self.tx))
         if not is_placed(batch, self._batch_sharding):
             batch = shard_batch(batch, self.tx, self._given_spec)
         optimizer_state = find_state(state.opt_state)
@@ -226,6 +242,12 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     schedule = tx.config.schedule(whole) if is_rounded else None
     # One function for all calls, compiled once.
     return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
+
+
+def _rounded_average(state: TrainState, tx: DistributedTransformation) -> Any:
+    """The moving average in the dtypes of the params, also where XLA would skip the rounding."""
+    average = ema_params(state, tx)
+    return jax.tree.map(lambda x, p: collectives.round_to(x, p.dtype), average, state.params)
 
 
 def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:

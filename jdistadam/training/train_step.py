@@ -318,7 +318,7 @@ def train_step(
     Returns:
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
       ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
-      loss scale), ``learning_rate`` (of this step, before ``lr_scale`` of groups), ``skipped``
+      loss scale), ``learning_rate`` (of this step, without those of groups), ``skipped``
       (steps skipped so far) and ``loss_scale`` (of this step); with a ``norm_guard``
       ``skipped_spikes`` (skipped steps whose norm was finite and exceeded its limits); with
       ``norms`` the requested ones (``grad_norm/<name>`` is defined like ``grad_norm``); with

@@ -238,3 +238,25 @@ def test_errors_say_how_to_evaluate_an_average():
         evaluate(dataclasses.replace(state, params=average), next(batches()))
     with pytest.raises(jda.TreeError, match=r"To evaluate .*, write dataclasses\.replace"):
         state.replace(params=average)
+
+
+@pytest.mark.parametrize("policy", ["remainder16", "float32"])
+@pytest.mark.parametrize("place", ["flat-optim", "twice-optim_grads_params"])
+@often(lambda place, policy: (place, policy) == ("twice-optim_grads_params", "remainder16"))
+def test_evaluation_of_the_average(place, policy):
+    """That of a state with the rounded average in place of its params; also inside a program."""
+    tx = make_tx(place, policy)
+    state = last(tx, first_state(tx, policy), batches(3))
+    average = jax.tree.map(lambda x, p: x.astype(p.dtype), jda.ema_params(state, tx), state.params)
+    evaluate, batch = jda.eval_step(linear_loss, tx), next(batches())
+    got = evaluate(state, batch, params="ema")
+    assert_trees_same_bits(got, evaluate(dataclasses.replace(state, params=average), batch))
+    assert float(got[0]) != float(evaluate(state, batch)[0])
+    traced = jax.jit(lambda s, b: evaluate(s, b, params="ema"))(state, jda.shard_batch(batch, tx))
+    np.testing.assert_allclose(traced[0], got[0], rtol=1e-6)
+    with pytest.raises(jda.HyperparameterError, match=r'^params: out of range: got .*"ema"'):
+        evaluate(state, batch, params=average)
+    with pytest.raises(jda.PolicyError, match="keeps no average"):
+        jda.eval_step(linear_loss, make_tx(place, policy, ema_decay=None))(
+            state, batch, params="ema"
+        )

@@ -18,9 +18,10 @@ GROUPS = {
     "warm": dict(
         lr_scale=lambda count: 1.0 / (count + 1.0), weight_decay=lambda count: 0.1 * count
     ),
+    "own": dict(learning_rate=optax.linear_schedule(1e-2, 0.0, 9), b2=0.95),
     "ice": dict(frozen=True),
 }
-LABELS = {"cold": "ice", "rows": "body", "columns": "head", "small": "warm", "scalar": "head"}
+LABELS = {"cold": "ice", "rows": "body", "columns": "head", "small": "warm", "scalar": "own"}
 SHAPES = {"cold": (64, 80), "rows": (48, 400), "columns": (5, 1200), "small": (7, 3), "scalar": ()}
 EIGHT = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=2**35 + 5)
 KINDS = {
@@ -90,7 +91,7 @@ def test_each_group_is_an_optimizer_of_its_own(method):
         given = dict(GROUPS[name])
         scale = given.pop("lr_scale", 1.0)
         rate = (lambda n, scale=scale: 0.5 * scale(n)) if callable(scale) else 0.5 * scale
-        own = jda.fused_adamw(**HYPER | given | dict(learning_rate=rate))
+        own = jda.fused_adamw(**HYPER | dict(learning_rate=rate) | given)
         only = lambda tree, name=name: {k: x for k, x in tree.items() if labels[k] == name}  # noqa: E731
         want, _ = getattr(own, method)(only(grads), own.init(only(params)), only(params))
         assert_trees_same_bits(only(got), want, name)
