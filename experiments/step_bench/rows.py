@@ -106,6 +106,7 @@ def parse(name):
     annotated = {"clip", "default_options", "first_dim", *OPTIONS}
     ours = SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
+    allowed["annotated_zero1"] = annotated | {"fused"}  # fused_adamw, its state sharded
     for strategy in STRATEGIES[:3]:
         allowed[strategy] = ours - {"gathered_once", *BY_BLOCK}
     if workload != tree and workload.is_scanned:

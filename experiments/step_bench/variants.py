@@ -154,8 +154,9 @@ class AnnotatedUpdate:
     def shard(self, grads):
         return jax.lax.with_sharding_constraint(grads, self.sharded)
 
-    def __call__(self, grads, main, state):
-        """Returns new (params, main, state)."""
+    def __call__(self, grads, main, state, params=None):
+        """Returns new (params, main, state); the old params are not needed."""
+        del params
         with jax.named_scope("clip"):
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), self.shard(grads))
             grads, _ = self.clip.update(grads, self.clip.init(main))
@@ -167,14 +168,48 @@ class AnnotatedUpdate:
         return jax.lax.with_sharding_constraint(params, self.of_params), main, state
 
 
+class FusedUpdate(AnnotatedUpdate):
+    """fused_adamw with main parameters; ``jda.state_shardings`` shards its state."""
+
+    def __init__(self, shapes, mesh, clips):
+        clip = optax.clip_by_global_norm(MAX_NORM) if clips else optax.identity()
+        self.tx = jda.chain(
+            clip, jda.fused_adamw(LEARNING_RATE, **HYPER, main_params_dtype=jnp.float32)
+        )
+        replicated = NamedSharding(mesh, P())
+        self.of_params = jax.tree.map(lambda _: replicated, shapes)
+        params = placed(shapes, self.of_params, jnp.bfloat16)
+        state = jax.eval_shape(self.tx.init, params)
+        self.of_state = jda.state_shardings(state, params, mesh)
+        self.sharded = self.of_state[1].main_params
+        self.shapes = (params, (), placed(state, self.of_state))
+
+    def start(self, params):
+        """Makes (bfloat16 params, nothing, state) from float32 params."""
+        state = jax.jit(self.tx.init, out_shardings=self.of_state)(bfloat16(params))
+        main = jax.tree.map(jnp.copy, jax.device_put(params, self.sharded))
+        state = (state[0], state[1]._replace(main_params=main))
+        return jax.device_put(bfloat16(params), self.of_params), (), state
+
+    def __call__(self, grads, main, state, params):
+        """Returns new (params, nothing, state)."""
+        params, state = self.tx.step(grads, state, params)
+        return params, main, state
+
+
 class Annotated:
     """One program for all devices, sharded by annotations, as a user of JAX writes it."""
 
     def __init__(self, setting, is_fsdp, modifiers, options):
         self.setting = setting
-        self.update = AnnotatedUpdate(
-            setting.shapes, setting.mesh, is_fsdp, "clip" in modifiers, "first_dim" in modifiers
-        )
+        clips = "clip" in modifiers
+        if "fused" in modifiers:
+            self.update = FusedUpdate(setting.shapes, setting.mesh, clips)
+        else:
+            cuts_first_dim = "first_dim" in modifiers
+            self.update = AnnotatedUpdate(
+                setting.shapes, setting.mesh, is_fsdp, clips, cuts_first_dim
+            )
         # Otherwise XLA shards activations like parameters, and sends those.
         place = {"place": self._by_sequence} if is_fsdp else {}
         self._loss = setting.loss(**place)
@@ -201,7 +236,7 @@ class Annotated:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
             sums, _ = jax.lax.scan(add, (jnp.zeros(()), self.update.shard(zeros)), batch)
             loss, grads = jax.tree.map(lambda x: x / micro, sums)
-        return self.update(grads, main, state), loss
+        return self.update(grads, main, state, params), loss
 
     def _batch_sharding(self):
         return NamedSharding(self.setting.mesh, P(None, "data"))
@@ -222,7 +257,7 @@ class Annotated:
         return self.program(state, batch)
 
     def main_params(self, state):
-        return state[1]
+        return state[1] or state[2][1].main_params
 
 
 def policy_of(modifiers):
