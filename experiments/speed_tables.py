@@ -163,6 +163,23 @@ def _of_options(record, names) -> str:
     return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
+def sharded_state() -> str:
+    """One line for each way to shard the state over two H100s; a column for each workload."""
+    found = {row["name"]: row for row in _results("bench_step/h100_x2/sharded_state")["rows"]}
+    names = (
+        ("annotated_zero1+first_dim", "`optax.adamw`, tuned annotations by hand"),
+        ("annotated_zero1+fused", "`fused_adamw`, `state_shardings`"),
+        ("optim+float32sum", "`jda.distributed`, peer memory, float32 sums"),
+    )
+    workloads = [(group, clip) for group in ("unrolled-8", "unrolled-1") for clip in ("", "+clip")]
+    columns = ("ms per step", "8 sequences", "clipped", "1 sequence", "clipped")
+    table = []
+    for row, name in names:
+        cells = (found[f"{group}/{row}{clip}"]["ms"] for group, clip in workloads)
+        table.append((name, *(f"{ms:.1f}" for ms in cells)))
+    return markdown.table(columns, table)
+
+
 def norms() -> str:
     """One line for each option of norms.json."""
     names = (

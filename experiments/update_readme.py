@@ -275,7 +275,7 @@ def low_precision_table(record):
 
 
 def many_leaves_table():
-    """One line for each number of leaves of bench_leaves.py: seconds of first runs."""
+    """One line for each number of leaves of bench_leaves.py: processor time of first runs."""
     run = json.loads((RESULTS / "bench_leaves/cpu/default.json").read_text())
     rows = {(row["part"], row["leaves"]): row for row in run["results"]["rows"]}
     columns = ("leaves", "`create`", "`jda.save`", "`jda.restore`", "orbax alone: save", "restore")
@@ -283,7 +283,7 @@ def many_leaves_table():
     shown += [("orbax", name) for name in ("save", "restore")]
     table = []
     for count in sorted({count for _, count in rows}):
-        seconds = (rows[part, count][f"{name}_seconds"][0] for part, name in shown)
+        seconds = (rows[part, count][f"{name}_cpu_seconds"][0] for part, name in shown)
         table.append((f"{count:,}", *(f"{x:.1f} s" for x in seconds)))
     return markdown.table(columns, table)
 
@@ -304,6 +304,7 @@ TABLES = {
     "sharded_steps": speed_tables.sharded_steps,
     "many_leaves": many_leaves_table,
     "everyday": speed_tables.everyday,
+    "sharded_state": speed_tables.sharded_state,
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,
     "host_memory": speed_tables.host_memory,
