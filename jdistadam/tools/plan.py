@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdistadam.checkpoint import parts
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.codecs import FLOAT32, NOTHING
@@ -23,6 +24,7 @@ from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import DIGEST_SIZE, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.kernels.reference import KINDS, num_runs
 
 
@@ -84,7 +86,7 @@ class Plan:
 
 def plan(
     params: Params,
-    tx: DistributedTransformation,
+    tx: FusedTransformation,
     *,
     accumulate_steps: int = 1,
     in_train_step: bool = True,
@@ -97,7 +99,8 @@ def plan(
     Args:
       params: Tree of global params, or of ``jax.ShapeDtypeStruct``, such as ``jax.eval_shape`` of
         the model's initialization.
-      tx: A distributed optimizer. Its mesh may be larger than this machine's if its devices come
+      tx: A distributed optimizer, or ``fused_adamw`` and the like, for which the plan has only what
+        is held, in whole arrays. Its mesh may be larger than this machine's if its devices come
         from ``jax.experimental.topologies``.
       accumulate_steps: As passed to ``train_step``.
       in_train_step: Whether the step is one of ``train_step``. A custom training loop, or a step
@@ -114,6 +117,8 @@ def plan(
       >>> p.held["params"], p.held["mu"], p.bytes_sent
       (4194304, 4194304, 0)
     """
+    if isinstance(tx, FusedTransformation) and not isinstance(tx, DistributedTransformation):
+        return _plan_of_one_program(params, tx)
     check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
     check_flag("in_train_step", in_train_step)
@@ -129,6 +134,20 @@ def plan(
     return dataclasses.replace(found, held=found.held | others)
 
 
+def _plan_of_one_program(params: Params, tx: FusedTransformation) -> Plan:
+    """What ``fused_adamw`` holds, in whole arrays; how they are sharded is the program's."""
+    held = {"params": _nbytes(params)}
+    for leaf in parts.leaves_of("opt_state", jax.eval_shape(tx.init, params)):
+        name = leaf.section or "scalars"
+        held[name] = held.get(name, 0) + _nbytes(leaf.value)
+    communication = Communication("xla", "of the program around it")
+    return Plan(held, sums=0, buffers={}, collectives=(), communication=communication)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def _bytes_of_others(opt_state: OptState) -> dict[str, int]:
     """The bytes of what a chain and ``inject_hyperparams`` add to a state, on every device."""
     added = [
@@ -136,8 +155,7 @@ def _bytes_of_others(opt_state: OptState) -> dict[str, int]:
         for part in jax.tree.leaves(opt_state, is_leaf=is_distributed_state)
         if not is_distributed_state(part)
     ]
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in added)
-    return {"chain and hyperparameters": size} if size else {}
+    return {"chain and hyperparameters": size} if (size := _nbytes(added)) else {}
 
 
 def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int) -> Plan:

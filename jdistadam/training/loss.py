@@ -68,7 +68,12 @@ class LossFunction:
         given = {"model_state": model_state, "rng": rng}
         keywords = {name: value for name, value in given.items() if value is not None}
         self._check_signature(params, batch, keywords)
-        out = self.function(params, batch, **keywords)
+        try:
+            out = self.function(params, batch, **keywords)
+        except (ValueError, AssertionError, TypeError) as error:
+            if "with_sharding_constraint" not in str(error):
+                raise
+            raise _constrained(params, error) from error
         names = ["(loss, weight)" if self.weighted else "loss"]
         names += ["model_state"] if model_state is not None else []
         names += ["aux"] if self.has_aux else []
@@ -124,6 +129,21 @@ class LossFunction:
                 f"loss_fn{signature}, expected a function that can be called as loss_fn({called}). "
                 "Accept these arguments, or change model_state and rng of the state."
             ) from None
+
+
+def _constrained(params: Params, error: Exception) -> PolicyError:
+    """The error for a constraint over an axis that ``train_step`` distributes itself."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=trees.is_box)
+    boxed = [jax.tree_util.keystr(path) for path, x in leaves if trees.is_box(x)]
+    where = f"params{boxed[0]}, or an activation" if boxed else "an activation"
+    return PolicyError(
+        f"loss_fn: {where}: constrained over an axis of the data, which train_step distributes "
+        f"itself, so that each device sees only its own rows: got {str(error).partition('. ')[0]}, "
+        "expected constraints over the axes of a model alone. Leave the axis out of the "
+        "constraint, or out of the rules of logical axes (nn.logical_axis_rules), pass params "
+        "without such names (flax.linen.meta.unbox, nnx.to_pure_dict), or keep the annotations "
+        "and shard the state instead: docs/sharded_state.md."
+    )
 
 
 def _check_model_state(new: Any, old: Any) -> None:

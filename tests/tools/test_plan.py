@@ -122,6 +122,25 @@ def test_held_bytes_are_those_of_the_state(made):
     assert ("chain and hyperparameters" in planned.held) == (made != "alone")
 
 
+@pytest.mark.parametrize("made", ["float32", "codes", "chain", "hyperparameters"])
+def test_plan_of_one_program_has_the_bytes_of_its_state(made):
+    adam = jda.inject_hyperparams(jda.fused_adamw) if made == "hyperparameters" else jda.fused_adamw
+    codes = dict(mu_dtype="block8", nu_dtype="block8", main_params_dtype="remainder16", rounding="stochastic")  # fmt: skip
+    tx = adam(1e-3, **(codes if made == "codes" else {}))
+    tx = jda.chain(optax.scale_by_schedule(lambda count: 0.5), tx) if made == "chain" else tx
+    params = {"w": jnp.zeros((128, 96), jnp.bfloat16), "b": jnp.zeros(7)}
+    planned, state = jda.plan(params, tx), (params, tx.init(params))
+    assert planned.held_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+    assert planned.held["params"] == 2 * 128 * 96 + 4 * 7 and planned.bytes_sent == 0
+    assert planned.held["mu"] == sum(x.nbytes for x in jax.tree.leaves(find_adam(state[1]).mu))
+    assert "of the program around it" in str(planned)
+
+
+def find_adam(state):
+    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
+    return next(filter(is_adam, jax.tree.leaves(state, is_leaf=is_adam)))
+
+
 def test_the_plan_prints_what_it_holds():
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
     tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)

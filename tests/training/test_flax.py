@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
@@ -245,3 +246,30 @@ def test_keywords_are_passed_on():
     before = model.kernel[...]
     optimizer.update(model, nnx.state(model, nnx.Param), factor=0.0)
     np.testing.assert_allclose(model.kernel[...], before * (1 - 1e-7), rtol=1e-6)
+
+
+def test_constraints_over_the_data_axis_raise_with_the_path():
+    """Of annotated parameters, and of activations; JAX's own error names neither."""
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    tx, x = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh), np.ones((4, 8), np.float32)
+    annotated = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", None))
+    model = nn.Dense(4, kernel_init=annotated)
+    boxed = model.init(jax.random.key(0), x)["params"]
+    plain = nn.meta.unbox(boxed)
+
+    def loss(params, batch):
+        return jnp.mean(model.apply({"params": params}, batch) ** 2)
+
+    def constrained(params, batch):
+        hidden = jax.lax.with_sharding_constraint(batch @ params["kernel"], P("data"))
+        return jnp.mean(hidden**2)
+
+    def trained(params, loss):
+        return jda.train_step(loss, tx)(jda.TrainState.create(params, tx), x)
+
+    trained(plain, loss)
+    message = r"^loss_fn: {}an activation: constrained over an axis of the data.*sharded_state"
+    with pytest.raises(jda.PolicyError, match=message.format(r"params\['kernel'\], or ")):
+        trained(boxed, loss)
+    with jax.set_mesh(mesh), pytest.raises(jda.PolicyError, match=message.format("")):
+        trained(plain, constrained)
