@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, trees
-from jdistadam.core.codecs import FLOAT32
+from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import bucket_leaves, flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
@@ -227,28 +227,42 @@ def is_average(
     state = find_state(opt_state)
     if state.ema is None or not layout.buckets or int(state.count) == 0:
         return False
-    flat = config.parallel.state_spec
-    compare = compat.shard_map(
-        functools.partial(_is_average_local, config, layout.buckets),
-        mesh=config.mesh,
-        in_specs=(jax.tree.leaves(specs), flat, flat),
-        out_specs=P(),
-    )
-    others, moved, size = jax.jit(compare)(jax.tree.leaves(params), state.main_params, state.ema)
+    kinds = config.parallel, config.policy.main_params
+    compare = _average_comparison(*kinds, layout.buckets, tuple(jax.tree.leaves(specs)))
+    others, moved, size = compare(jax.tree.leaves(params), state.main_params, state.ema)
     return not int(others) and (not layout.main_size or float(moved) > _CHANCE * float(size))
 
 
+@functools.lru_cache(maxsize=64)
+def _average_comparison(
+    parallel: DataParallel, kind: Codec, buckets: tuple[Bucket, ...], specs: tuple[P, ...]
+) -> Any:
+    """The program of ``is_average``, compiled once for a layout."""
+    compare = compat.shard_map(
+        functools.partial(_is_average_local, parallel, kind, buckets),
+        mesh=parallel.mesh,
+        in_specs=(list(specs), parallel.state_spec, parallel.state_spec),
+        out_specs=P(),
+    )
+    return jax.jit(compare)
+
+
 def _is_average_local(
-    config: DistributedConfig, buckets: Sequence[Bucket], leaves: Sequence[Any], main: Any, ema: Any
+    parallel: DataParallel,
+    kind: Codec,
+    buckets: Sequence[Bucket],
+    leaves: Sequence[Any],
+    main: Any,
+    ema: Any,
 ) -> tuple[jax.Array, ...]:
     """How many elements are not the rounded average; how far exact ones are from it; its size."""
-    parallel, found = config.parallel, []
+    found = []
     for bucket in buckets:
         have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
         average, exact = flat_moments.shard_in(ema, bucket), have
         if bucket.has_main:
             kept = flat_moments.shard_in(main, bucket)
-            exact = config.policy.main_params.join(have, kept, jnp)
+            exact = kind.join(have, kept, jnp)
         others = jnp.sum(have != average.astype(bucket.dtype))
         moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
         found.append(jnp.stack([others.astype(jnp.float32), moved, jnp.sum(jnp.abs(average))]))
