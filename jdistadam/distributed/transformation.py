@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
@@ -118,7 +117,7 @@ class DistributedTransformation(FusedTransformation):
           parameters that ``step`` does.
 
         Example:
-          >>> import jdistadam as jda
+          >>> import jax.numpy as jnp, jdistadam as jda
           >>> from jax.sharding import PartitionSpec as P
           >>> mesh = jax.make_mesh((1,), ("data",))
           >>> tx = jda.distributed(jda.fused_adamw(1e-2, weight_decay=0.0), mesh=mesh)
@@ -135,10 +134,9 @@ class DistributedTransformation(FusedTransformation):
         def update(
             grads: Grads, state: Any, params: Params = None, **extra: Any
         ) -> tuple[Any, Any]:
-            new, state = self.step(grads, state, params, **extra)
             # In float32, so that apply_updates gives exactly the 16-bit parameter.
-            f32 = jnp.float32
-            return jax.tree.map(lambda n, p: n.astype(f32) - p.astype(f32), new, params), state
+            _, state, updates = self.step_with_updates(grads, state, params, **extra)
+            return updates, state
 
         return optax.GradientTransformationExtraArgs(self.init, update)
 
@@ -190,7 +188,7 @@ class DistributedTransformation(FusedTransformation):
           An optimizer with the same arguments, for these params only.
 
         Example:
-          >>> import jdistadam as jda
+          >>> import jax.numpy as jnp, jdistadam as jda
           >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
           >>> opt = tx.bind({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)})
           >>> int(opt.init({"w": jnp.zeros((512, 64))}).count)  # others raise
@@ -276,7 +274,7 @@ class DistributedTransformation(FusedTransformation):
           A state of NamedShardings.
 
         Example:
-          >>> import jdistadam as jda
+          >>> import jax.numpy as jnp, jdistadam as jda
           >>> mesh = jax.make_mesh((1,), ("data",))
           >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, state_memory="pinned_host")
           >>> tx.state_shardings().mu.memory_kind
@@ -301,7 +299,7 @@ class DistributedTransformation(FusedTransformation):
           A tree like ``specs``, without the other axes.
 
         Example:
-          >>> import jdistadam as jda
+          >>> import jax.numpy as jnp, jdistadam as jda
           >>> from jax.sharding import PartitionSpec as P
           >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
           >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, param_specs=P("model"))
@@ -321,7 +319,7 @@ class DistributedTransformation(FusedTransformation):
           The layout: buckets, and the leaves in each.
 
         Example:
-          >>> import jdistadam as jda
+          >>> import jax.numpy as jnp, jdistadam as jda
           >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=jax.make_mesh((1,), ("data",)))
           >>> layout = tx.layout({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)})
           >>> layout.flat_size, layout.buckets[0].shard_shape

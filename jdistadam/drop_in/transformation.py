@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jdistadam.core.algorithm import Algorithm
@@ -54,6 +55,37 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, init, update)
         self.step, self._made_of = step, (init, update, step)
         return self
+
+    def step_with_updates(
+        self, grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState, Any]:
+        """Takes a step, and also returns the updates, for code that logs or checks them.
+
+        It keeps a copy of donated params until the updates are computed from them.
+
+        Args:
+          grads: The gradients.
+          state: The state.
+          params: The params.
+          **extra_args: Those of the transformations in a chain.
+
+        Returns:
+          New params and the new state, as ``step`` returns them, and the float32 differences of the
+          new params and the old ones.
+
+        Example:
+          >>> import jax.numpy as jnp, jdistadam as jda
+          >>> tx, params = jda.fused_adamw(1e-2, weight_decay=0.0), {"w": jnp.ones(3)}
+          >>> _, _, updates = tx.step_with_updates(params, tx.init(params), params)
+          >>> round(float(updates["w"][0]), 4)
+          -0.01
+        """
+        new, state = self.step(grads, state, params, **extra_args)
+
+        def difference(new: Any, old: Any) -> Any:
+            return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+        return new, state, jax.tree.map(difference, new, params)
 
     @property
     def is_as_made(self) -> bool:

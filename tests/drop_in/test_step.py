@@ -230,3 +230,22 @@ def test_parameters_keep_the_layout_that_the_caller_asks_for(kind):
         results.append((placed, state))
     assert columns.layout.major_to_minor != params["w"].format.layout.major_to_minor
     assert_trees_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_updates_beside_new_params(dtype):
+    """Of leaves of every kind; in 16 bits apply_updates of them is exactly the new parameter."""
+    tx = jda.fused_adamw(1e-2, main_params_dtype=None if dtype == jnp.float32 else jnp.float32)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(7, 5)), dtype), "none": None}
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+    state = tx.init(params)
+    want = jax.jit(tx.step)(grads, state, params)
+    step = jax.jit(tx.step_with_updates, donate_argnums=(1, 2))
+    copies = jax.tree.map(jnp.copy, (state, params))
+    new, new_state, updates = step(grads, *copies)
+    assert_trees_same_bits((new, new_state), want)
+    difference = np.asarray(new["w"], np.float32) - np.asarray(params["w"], np.float32)
+    assert_trees_same_bits(updates, {"w": difference, "none": None})
+    if dtype == jnp.bfloat16:
+        assert_trees_same_bits(optax.apply_updates(params, updates), new)
