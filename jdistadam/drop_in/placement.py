@@ -44,8 +44,8 @@ def state_shardings(
       >>> tx, params = jda.fused_adamw(1e-3), {"w": jnp.ones((1024, 4))}
       >>> shardings = state_shardings(jax.eval_shape(tx.init, params), params, mesh)
       >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
-      >>> opt_state[0].mu["w"].sharding.spec
-      PartitionSpec('data', None)
+      >>> tuple(opt_state[0].mu["w"].sharding.spec)
+      ('data', None)
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
