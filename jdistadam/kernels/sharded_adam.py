@@ -8,7 +8,9 @@ sharding of the gradients. Inside ``jax.shard_map`` or on one device the kernel 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -98,11 +100,15 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
         moment_shardings, members = _with_equal_members(mesh, operands.mu, member_dims)
         inward = [_routes(kind, moment_shardings, inward=True) for kind in operands]
         outward = [_routes(kind, moment_shardings, inward=False) for kind in result_shapes]
+        # New params that are gathered: one call would have XLA gather them all after it.
+        is_gathered = any(_grows(kind, moment_shardings) for kind in result_shapes)
+        calls = _calls(operands.mu) if is_gathered else [range(len(operands.mu))]
 
         def lower_fn(placed: Any, scalars: Scalars, operands: Operands) -> Results:
             del placed
             moved = Operands(*map(functools.partial(_along, mesh), inward, operands))
-            results = kernel.adam(spec, scalars, moved)
+            parts = [_of_some(spec, scalars, moved, leaves) for leaves in calls]
+            results = [itertools.chain(*kind) for kind in zip(*parts, strict=True)]
             return Results(*map(functools.partial(_along, mesh), outward, results))
 
         replicated = NamedSharding(mesh, P())
@@ -119,6 +125,38 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
     rule = sharding_rule(spec.mode, ranks, (rows, (), ()), ("r", "c"))
     adam_step.def_partition(partition=partition, sharding_rule=rule)
     return adam_step
+
+
+_BYTES_A_CALL = 256 << 20  # of first moments, before they are cut
+
+
+def _calls(mu: Arrays) -> list[range]:
+    """The leaves of each kernel call, in order: few enough that gathers overlap other calls."""
+    starts, filled = [0], 0
+    for i, x in enumerate(mu):
+        nbytes = x.size * x.dtype.itemsize
+        if filled and filled + nbytes > _BYTES_A_CALL:
+            starts.append(i)
+            filled = 0
+        filled += nbytes
+    return list(map(range, starts, [*starts[1:], len(mu)]))
+
+
+def _of_some(spec: Spec, scalars: Scalars, operands: Operands, leaves: range) -> Results:
+    """The kernel's results for some of the leaves."""
+    own = dataclasses.replace(spec, groups=tuple(spec.groups[i] for i in leaves))
+    some = Operands(*(tuple(kind[i] for i in leaves) if kind else () for kind in operands))
+    return kernel.adam(own, scalars, some)
+
+
+def _grows(kind: Arrays, moment_shardings: Sequence[Sharding]) -> bool:
+    """Whether results of a kind, if any, are sharded less than their moments."""
+
+    def size(x: Any, sharding: Sharding) -> int:
+        return math.prod(sharding.shard_shape(x.shape))
+
+    pairs = zip(kind, moment_shardings, strict=False)
+    return any(size(x, of_moment) < size(x, x.sharding) for x, of_moment in pairs)
 
 
 def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[Sharding], P]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.kernels import sharded_adam
 from support.bits import assert_trees_same_bits
 
 HYPER = dict(learning_rate=0.02, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
@@ -90,6 +91,25 @@ def test_sharded_state_has_the_bits_of_one_device_and_stays_where_it_is(dtype, e
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+
+
+def test_new_params_are_gathered_beside_other_calls_with_the_same_bits(monkeypatch):
+    """Only a sharded state and whole params have several calls."""
+    monkeypatch.setattr(sharded_adam, "_BYTES_A_CALL", 4 * 64 * 8)
+    mesh, tx = make_mesh(), jda.fused_adamw(**HYPER)
+    params = {f"w{i}": jnp.full((64, 8), i + 1.0) for i in range(5)}
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    shardings = jda.state_shardings(jax.eval_shape(tx.init, params), params, mesh)
+    results, counts = [], []
+    for of_state, of_params in ((shardings, P()), (NamedSharding(mesh, P()), P()), (shardings, P("data"))):  # fmt: skip
+        placed = jax.device_put(params, NamedSharding(mesh, of_params))
+        given = placed, jax.device_put(tx.init(params), of_state), placed
+        step = jax.jit(tx.step).lower(*given).compile()
+        counts.append(step.as_text().count('custom_call_target="jdistadam_adam"'))
+        results.append(step(*given))
+    assert counts == [5, 1, 1]
+    for other in results[1:]:
+        assert_trees_same_bits(other, results[0])
 
 
 def test_in_classes_of_flax():
