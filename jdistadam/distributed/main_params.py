@@ -202,10 +202,10 @@ def _differ_local(
     return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), everyone) > 0
 
 
-# Parameters may be the rounded average by chance while they have hardly moved. But the remainder of
-# another parameter changes the average by a third of the spacing of bfloat16 numbers, in the mean:
-# 2^-9 of its magnitude. Parameters that moved by a quarter of this since the average was rounded to
-# the same numbers as they, in every element, are no coincidence.
+# Parameters may be the rounded average by chance, while they have hardly moved. But rounding to 16
+# bits changes an average by a quarter of the spacing of these numbers, in the mean, and another
+# parameter's remainder by a third: by 2^-10 of its magnitude or more. An average that differs by
+# half of this from the exact parameters, and rounds to the same numbers everywhere, is no chance.
 _CHANCE = 2.0**-11
 
 
@@ -215,7 +215,7 @@ def is_average(
     """Returns whether all params are the rounded average, put in place of those of the last step.
 
     Main parameters in float32 tell by themselves, see ``paths_that_differ``; remainders do not.
-    Without main parameters, params that never moved count as the average, too.
+    Nothing tells of float32 params without main parameters: an average may have begun with them.
 
     Args:
       config: The configuration.
@@ -225,12 +225,17 @@ def is_average(
       params: Tree of global params.
     """
     state = find_state(opt_state)
-    if state.ema is None or not layout.buckets or int(state.count) == 0:
+    if state.ema is None or not any(map(_rounds_average, layout.buckets)):
         return False
     kinds = config.parallel, config.policy.main_params
     compare = _average_comparison(*kinds, layout.buckets, tuple(jax.tree.leaves(specs)))
     others, moved, size = compare(jax.tree.leaves(params), state.main_params, state.ema)
-    return not int(others) and (not layout.main_size or float(moved) > _CHANCE * float(size))
+    return not int(others) and float(moved) > _CHANCE * float(size)
+
+
+def _rounds_average(bucket: Bucket) -> bool:
+    """Whether params that are the average differ from it, by a rounding or a remainder."""
+    return bucket.has_main or bucket.dtype != jnp.float32
 
 
 @functools.lru_cache(maxsize=64)
@@ -263,9 +268,10 @@ def _is_average_local(
         if bucket.has_main:
             kept = flat_moments.shard_in(main, bucket)
             exact = kind.join(have, kept, jnp)
-        others = jnp.sum(have != average.astype(bucket.dtype))
+        others = jnp.sum(have != average.astype(bucket.dtype)).astype(jnp.float32)
         moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
-        found.append(jnp.stack([others.astype(jnp.float32), moved, jnp.sum(jnp.abs(average))]))
+        size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
+        found.append(jnp.stack([others, moved, size]))
     everyone = parallel.data_axes + parallel.tensor_axes
     total = collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), everyone)
     return tuple(total)

@@ -323,8 +323,8 @@ def check_params_follow(state: TrainState, tx: DistributedTransformation) -> Non
             "params: equal to the moving average, rounded: they would be trained in place of those "
             "of the last step: got params that were put into the state, expected those that "
             "train_step returned. Only evaluate a state with averaged parameters, and train the "
-            "state that train_step returned; to train the average, or params that never changed, "
-            "call reload_main_params(state, tx)."
+            "state that train_step returned; to train the average call reload_main_params(state, "
+            "tx)."
         )
     if paths := paths_that_differ(*given):
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""

@@ -212,6 +212,9 @@ def test_training_on_the_average_raises(place, policy):
     step = jda.train_step(linear_loss, tx)
     batch = next(batches())
     jda.eval_step(linear_loss, tx)(evaluated, batch)
+    if (place, policy) == ("one device", "float32"):  # these params are all that there is
+        step(jax.tree.map(jnp.copy, evaluated), batch)
+        return
     with pytest.raises(
         jda.LayoutError, match=r"^params: equal to the moving average.*Only evaluate"
     ):
@@ -260,3 +263,25 @@ def test_evaluation_of_the_average(place, policy):
         jda.eval_step(linear_loss, make_tx(place, policy, ema_decay=None))(
             state, batch, params="ema"
         )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_average_that_begins_with_the_params_is_not_taken_for_replaced_ones(dtype):
+    """As after a restore without an average: equal in every element, though steps were taken."""
+    tx = make_tx("flat-optim", "none")
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_params())
+    adam = jda.fused_adamw(1e-3).init(params)
+    adam = (adam[0]._replace(count=jnp.int32(7)), *adam[1:])
+    state = jda.from_optax_state(params, adam, tx)
+    assert int(state.step) == 7
+    jda.train_step(linear_loss, tx)(jax.tree.map(jnp.copy, state), next(batches()))
+
+
+def test_params_that_never_moved_are_not_taken_for_the_average():
+    """Steps below half a spacing of bfloat16 leave params, and so their average, as they are."""
+    tx = make_tx("flat-optim", "none", adam=lambda **kwargs: jda.fused_adamw(**kwargs | dict(learning_rate=1e-12)))  # fmt: skip
+    state = last(tx, first_state(tx, "none"), batches(2))
+    before = jax.tree.map(np.asarray, state.params)
+    assert int(state.step) == 2
+    state, _ = jda.train_step(linear_loss, tx)(jax.tree.map(jnp.copy, state), next(batches()))
+    assert_trees_same_bits(state.params, before)
