@@ -13,7 +13,7 @@ import jdistadam as jda
 from support import exact_steps
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
-from support.exact_sums import HYPER, linear_loss, random_params
+from support.exact_sums import HYPER, decays, linear_loss, random_params
 from support.samples import often
 
 DECAY = 0.9
@@ -270,7 +270,7 @@ def test_an_average_that_begins_with_the_params_is_not_taken_for_replaced_ones(d
     """As after a restore without an average: equal in every element, though steps were taken."""
     tx = make_tx("flat-optim", "none")
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_params())
-    adam = jda.fused_adamw(1e-3).init(params)
+    adam = jda.fused_adamw(1e-3, mask=decays).init(params)
     adam = (adam[0]._replace(count=jnp.int32(7)), *adam[1:])
     state = jda.from_optax_state(params, adam, tx)
     assert int(state.step) == 7
