@@ -702,7 +702,7 @@ ERRORS = [
     ("nonfinite_paths of lists", lambda: jda.nonfinite_paths([[1], [1, 2]], PARAMS), jda.DtypeError, r"^counts: not numbers that can be read: got list"),
     ("nonfinite_paths inside of jit", lambda: jax.eval_shape(lambda c: jda.nonfinite_paths(c, PARAMS) and None, jnp.ones(2, jnp.int32)), jda.DtypeError, r"^counts: not numbers that can be read: got int32, expected an array of whole numbers, outside of jit\. Return metrics"),
     ("plan(tx, params)", lambda: jda.plan(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
-    ("a plan for fused_adamw", lambda: jda.plan(PARAMS, fused()), jda.PolicyError, NOT_DISTRIBUTED.format("FusedTransformation")),
+    ("a plan for optax.adamw", lambda: jda.plan(PARAMS, optax.adamw(1e-3)), jda.PolicyError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
     ("a plan of numbers", lambda: jda.plan({"w": 1}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int, expected float32"),
     ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.DtypeError, r"^params\.opt_state\.count: dtype cannot be used: got int32"),
     ("a plan of no micro-batches", lambda: jda.plan(PARAMS, tx(), accumulate_steps=0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 0"),

@@ -68,9 +68,11 @@ def mask_without_effect(monkeypatch):
 
 def rounded_main_params(monkeypatch):
     stored = restored._stored
-    monkeypatch.setattr(
-        restored, "_stored", lambda kind: lambda x: stored(kind)(x.astype(jnp.bfloat16))
-    )
+
+    def rounded(kind, x):
+        return stored(kind, x.astype(jnp.bfloat16).astype(x.dtype))
+
+    monkeypatch.setattr(restored, "_stored", rounded)
 
 
 PLANTED = (wrong_divisor, dropped_micro_batch, mask_without_effect, rounded_main_params)
