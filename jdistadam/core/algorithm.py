@@ -39,8 +39,14 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tup
                 f"expected a tree of bools, for {num_leaves} leaves. Write lambda params: "
                 "jax.tree.map_with_path(lambda path, x: ..., params), or pass the bool itself."
             )
+    tree = mask  # not called again: it may be a module, which can be called itself
     keeps = for_each_leaf(
-        mask, params, name="mask", kind=bool | np.bool_, what="bool", expected="True or False"
+        lambda _: tree,
+        params,
+        name="mask",
+        kind=bool | np.bool_,
+        what="bool",
+        expected="True or False",
     )
     return tuple(0 if keep else 1 for keep in keeps)
 

@@ -15,7 +15,12 @@ from jdistadam.errors import MeshError
 
 
 def state_shardings(
-    opt_state: OptState, params: Params, mesh: Mesh, axis: str | tuple[str, ...] = "data"
+    opt_state: OptState,
+    params: Params,
+    mesh: Mesh,
+    axis: str | tuple[str, ...] = "data",
+    *,
+    param_shardings: Any = None,
 ) -> Any:
     r"""Returns shardings of an optimizer state for ``jax.jit``: ZeRO-1 in a loop of your own.
 
@@ -31,12 +36,15 @@ def state_shardings(
       params: The parameters, or their shapes. Those with a ``NamedSharding`` keep it.
       mesh: The mesh.
       axis: The axes over which the state is sharded, in addition.
+      param_shardings: A tree like ``params`` of NamedShardings or PartitionSpecs, for shapes that
+        have none. None: those of ``params``; without any, they count as replicated.
 
     Returns:
-      A tree like ``opt_state`` of NamedShardings.
+      A tree like ``opt_state`` of NamedShardings, with one in place of each box of Flax.
 
     Raises:
       MeshError: The mesh lacks an axis, or a parameter is sharded over another mesh.
+      TreeError: ``param_shardings`` has another structure than ``params``.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -54,10 +62,14 @@ def state_shardings(
                 f"axis: not an axis of the mesh: got {name!r}, expected one of "
                 f"{', '.join(map(repr, mesh.axis_names))}. Name an axis of the mesh."
             )
+    pairs = trees.leaves_with_path(params)
+    places = [getattr(x, "sharding", None) for _, x in pairs]
+    if param_shardings is not None:
+        places = _as_given(param_shardings, params)
     own = {}
-    for path, x in trees.leaves_with_path(params):
+    for (path, x), place in zip(pairs, places, strict=True):
         name = "params" + jax.tree_util.keystr(path)
-        own[path] = x.shape, _spec_of(name, x, mesh)
+        own[path] = x.shape, _spec_of(name, place, mesh)
     depths = sorted({len(path) for path in own}, reverse=True)
 
     def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
@@ -68,12 +80,22 @@ def state_shardings(
         return NamedSharding(mesh, P())
 
     leaves = [sharding_of(path, x) for path, x in trees.leaves_with_path(opt_state)]
-    return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+    return jax.tree.unflatten(jax.tree.structure(trees.unboxed(opt_state)), leaves)
 
 
-def _spec_of(path: str, param: Any, mesh: Mesh) -> P:
+def _as_given(param_shardings: Any, params: Params) -> list[Any]:
+    """The shardings of the leaves of params; raises TreeError for another tree."""
+    is_place = lambda x: x is None or isinstance(x, NamedSharding | P)  # noqa: E731
+    given = jax.tree.map(lambda x: 0, trees.unboxed(param_shardings), is_leaf=is_place)
+    like = jax.tree.map(lambda x: 0, trees.unboxed(params))
+    trees.check_same_structure(given, like, name="param_shardings", like_name="params")
+    return jax.tree.leaves(trees.unboxed(param_shardings), is_leaf=is_place)
+
+
+def _spec_of(path: str, sharding: Any, mesh: Mesh) -> P:
     """The PartitionSpec of a parameter; replicated if it is on no mesh."""
-    sharding = getattr(param, "sharding", None)
+    if isinstance(sharding, P):
+        return sharding
     if not isinstance(sharding, NamedSharding):
         return P()
     if sharding.mesh.shape != mesh.shape or sharding.device_set != set(mesh.devices.flat):

@@ -1,5 +1,7 @@
 """Groups of parameters on one device: the bits of an optimizer for each, and of the sharded one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,3 +218,24 @@ def test_nothing_is_computed_for_frozen_leaves():
     text = jax.jit(tx.step).lower(params, tx.init(params), params).compile().as_text()
     assert "f32[64,80]" not in text.split("jdistadam_adam", 1)[1].splitlines()[0]
     assert len(jax.tree.leaves(tx.init(params)[0].mu)) == len(SHAPES) - 1
+
+
+def test_mask_function_may_return_a_tree_that_can_be_called():
+    """As modules of Equinox can: the result was called again."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        w: object
+        b: object
+
+        def __call__(self, x):
+            raise AssertionError("nothing computes with a mask")
+
+    params = Layer(jnp.ones((4, 3)), jnp.ones(3))
+    tx = jda.fused_adamw(1e-2, weight_decay=0.5, mask=lambda params: Layer(True, False))
+    like = {"w": params.w, "b": params.b}
+    plain = jda.fused_adamw(1e-2, weight_decay=0.5, mask={"w": True, "b": False})
+    got, _ = tx.step(params, tx.init(params), params)
+    want, _ = plain.step(like, plain.init(like), like)
+    assert_trees_same_bits({"w": got.w, "b": got.b}, want)

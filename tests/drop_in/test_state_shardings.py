@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
@@ -124,6 +125,26 @@ def test_in_classes_of_flax():
     opt_state = nnx.as_pure(optimizer.opt_state)
     shardings = jda.state_shardings(opt_state, nnx.to_pure_dict(nnx.state(model, nnx.Param)), mesh)
     assert tuple(shardings[0].mu["kernel"].spec) == ("data", None)
+    boxed = optimizer.opt_state
+    placed = jax.device_put(boxed, jda.state_shardings(boxed, nnx.state(model, nnx.Param), mesh))
+    assert placed[0].mu["kernel"][...].addressable_data(0).shape == (8, 8)
+    partitioned = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "x")))
+    shapes = jax.eval_shape(partitioned.init, jax.random.key(0), jnp.ones((1, 64)))["params"]
+    state = jax.eval_shape(jda.fused_adamw(**HYPER).init, shapes)
+    shardings = jda.state_shardings(state, shapes, mesh)
+    assert tuple(shardings[0].mu["kernel"].spec) == ("data", None)  # no box around it
+
+
+@pytest.mark.parametrize("as_spec", [True, False])
+def test_shardings_of_params_may_be_given_beside_shapes(as_spec):
+    mesh, params = make_mesh((4, 2), ("data", "model")), first_params()["block"]
+    specs_of = {"tall": P("model"), "wide": P(None, "model"), "odd": P(), "scalar": P()}
+    given = specs_of if as_spec else {k: NamedSharding(mesh, x) for k, x in specs_of.items()}
+    state = jax.eval_shape(jda.fused_adamw(**HYPER).init, params)
+    shardings = jda.state_shardings(state, params, mesh, param_shardings=given)[0].mu
+    assert specs(shardings)["wide"] == (None, ("model", "data"))
+    with pytest.raises(jda.TreeError, match=r"^param_shardings\['odd'\]: missing, params has it"):
+        jda.state_shardings(state, params, mesh, param_shardings={"tall": P()})
 
 
 def test_wrong_meshes_raise():
