@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
@@ -43,7 +43,8 @@ def state_shardings(
       A tree like ``opt_state`` of NamedShardings, with one in place of each box of Flax.
 
     Raises:
-      MeshError: The mesh lacks an axis, or a parameter is sharded over another mesh.
+      MeshError: The mesh lacks an axis, a parameter is sharded over another mesh, or a
+        PartitionSpec does not fit its parameter.
       TreeError: ``param_shardings`` has another structure than ``params``.
 
     Example:
@@ -69,7 +70,7 @@ def state_shardings(
     own = {}
     for (path, x), place in zip(pairs, places, strict=True):
         name = "params" + jax.tree_util.keystr(path)
-        own[path] = x.shape, _spec_of(name, place, mesh)
+        own[path] = x.shape, _spec_of(name, x.shape, place, mesh)
     depths = sorted({len(path) for path in own}, reverse=True)
 
     def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
@@ -92,13 +93,23 @@ def _as_given(param_shardings: Any, params: Params) -> list[Any]:
     return jax.tree.leaves(trees.unboxed(param_shardings), is_leaf=is_place)
 
 
-def _spec_of(path: str, sharding: Any, mesh: Mesh) -> P:
+def _spec_of(path: str, shape: tuple[int, ...], sharding: Any, mesh: Mesh) -> P:
     """The PartitionSpec of a parameter; replicated if it is on no mesh."""
     if isinstance(sharding, P):
+        names = {name for x in sharding for name in ((x,) if isinstance(x, str) else x or ())}
+        if not names <= set(mesh.axis_names) or len(sharding) > len(shape):
+            raise MeshError(
+                f"{path}: the PartitionSpec does not fit: got {sharding} for shape {shape}, "
+                f"expected axes of the mesh {dict(mesh.shape)}, and at most {len(shape)} of them "
+                "or groups of them. Correct it in param_shardings."
+            )
         return sharding
     if not isinstance(sharding, NamedSharding):
         return P()
-    if sharding.mesh.shape != mesh.shape or sharding.device_set != set(mesh.devices.flat):
+    # Shapes that jax.eval_shape returns under an explicit mesh have one without devices.
+    is_abstract = isinstance(sharding.mesh, AbstractMesh)
+    is_here = is_abstract or sharding.device_set == set(mesh.devices.flat)
+    if sharding.mesh.shape != mesh.shape or not is_here:
         raise MeshError(
             f"{path}: sharded over another mesh: got {dict(sharding.mesh.shape)}, expected "
             f"{dict(mesh.shape)}, of the same devices. Place the params on this mesh first."

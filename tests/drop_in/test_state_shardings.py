@@ -147,6 +147,26 @@ def test_shardings_of_params_may_be_given_beside_shapes(as_spec):
         jda.state_shardings(state, params, mesh, param_shardings={"tall": P()})
 
 
+def test_shapes_under_an_explicit_mesh_keep_the_shardings_of_params():
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), explicit)
+    params = {"w": jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, P(None, "model")))}
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: jax.tree.map(lambda x: 2 * x, params))
+        state = jax.eval_shape(jda.fused_adamw(**HYPER).init, shapes)
+    shardings = jda.state_shardings(state, shapes, mesh)[0].mu
+    assert shardings == {"w": NamedSharding(mesh, P("data", "model"))}
+
+
+@pytest.mark.parametrize("spec", [P("other"), P(("model", "other")), P(None, None, "model")])
+def test_a_spec_that_does_not_fit_its_parameter_raises(spec):
+    mesh, params = make_mesh((4, 2), ("data", "model")), {"w": jnp.ones((64, 16))}
+    with pytest.raises(
+        jda.MeshError, match=r"^params\['w'\]: the PartitionSpec does not fit: got P"
+    ):
+        jda.state_shardings(params, params, mesh, param_shardings={"w": spec})
+
+
 def test_wrong_meshes_raise():
     params = first_params()
     state = jda.fused_adamw(**HYPER).init(params)
