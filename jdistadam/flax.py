@@ -29,8 +29,7 @@ def _has_step(tx: Any) -> bool:
     warn_caller(
         "tx: has no fused step, so that its update runs, which reads and writes more: got "
         f"{type(tx).__name__}, expected what jda.fused_adamw, jda.chain or jda.inject_hyperparams "
-        "returns. Write jda.chain in place of optax.chain; optax.MultiSteps, masked and "
-        "apply_if_finite have no step."
+        "returns. Write jda.chain, MultiSteps and apply_if_finite in place of those of optax."
     )
     return False
 

@@ -27,7 +27,7 @@ from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.parts import joined
 from jdistadam.drop_in.state import MainParamsState
-from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.drop_in.transformation import FullResult, FusedTransformation, full_step_of
 from jdistadam.errors import PolicyError, TreeError
 
 
@@ -81,11 +81,10 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
         )
     end = joined(transformations)
     if end is None:
-        chained = _Chain(tuple(before), last)
-        return FusedTransformation(chained.init, chained.update, chained.step)
+        return _Chain(tuple(before), last).transformation()
     fused, num_parts = end
     chained = _Chain(tuple(transformations[:-num_parts]), fused, num_parts)
-    tx = FusedTransformation(chained.init, chained.update, chained.step)
+    tx = chained.transformation()
     if not chained.before:  # so that distributed takes it
         tx.algorithm = fused.algorithm
     return tx
@@ -105,6 +104,13 @@ class _Chain:
             if trees.parts_of(state, MainParamsState):
                 raise _misplaced(i, "params must follow its main parameters exactly")
         return self._whole(states, self.last.init(params))
+
+    def transformation(self) -> FusedTransformation:
+        """The functions as an optimizer."""
+        tx = FusedTransformation(self.init, self.update, self.step)
+        if getattr(self.last, "full_step", None) is not None:
+            tx.full_step = self.full_step
+        return tx
 
     def _whole(self, states: tuple[Any, ...], last: Any) -> OptState:
         return (*states, last) if self.num_parts is None else (*states, *last)
@@ -136,6 +142,24 @@ class _Chain:
         grads, states = _update_in_turn(self.before, grads, states, params, extra_args)
         params, last = self.last.step(grads, last, params, **extra_args)
         return params, self._whole(states, last)
+
+    def full_step(
+        self,
+        grads: Grads,
+        state: OptState,
+        params: Params,
+        extra_args: dict[str, Any],
+        *,
+        is_skipped: Any = None,
+        norms: bool = False,
+    ) -> FullResult:
+        """The step for wrappers; if it is skipped, all states stay unchanged."""
+        states, last = self._parts(state)
+        grads, new = _update_in_turn(self.before, grads, states, params, extra_args)
+        step = full_step_of(self.last, "chain")
+        result = step(grads, last, params, extra_args, is_skipped=is_skipped, norms=norms)
+        states = trees.keep_if(is_skipped, states, new)
+        return result._replace(state=self._whole(states, result.state))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -22,7 +22,7 @@ from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import Functions, StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.drop_in.transformation import FullResult, FusedTransformation, full_step_of
 from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 
 # Arguments of the optimizers that are numbers or functions but no hyperparameters of Adam.
@@ -124,6 +124,7 @@ def inject_hyperparams(
         updating = inject(lambda tx: (tx.init, tx.update))
         stepping = inject(lambda tx: (tx.init, tx.step))
         tx = FusedTransformation(stepping.init, updating.update, stepping.update)
+        tx.full_step = functools.partial(_full_step, inject)
         if first.algorithm is not None:  # each part of a chain is distributed by itself
             tx.distributed_by = lambda distributed: inject_distributed(
                 distributed(first), functools.partial(inject, wrap=distributed)
@@ -131,6 +132,33 @@ def inject_hyperparams(
         return tx
 
     return make
+
+
+def _full_step(
+    inject: Callable[[Callable[[Any], Any]], optax.GradientTransformationExtraArgs],
+    grads: Grads,
+    state: Any,
+    params: Params,
+    extra_args: dict[str, Any],
+    *,
+    is_skipped: Any = None,
+    norms: bool = False,
+) -> FullResult:
+    """The step for wrappers; if it is skipped, schedules do not advance."""
+
+    def functions_of(tx: Any) -> Any:
+        step = full_step_of(tx, "inject_hyperparams")
+
+        def stepped(grads: Grads, inner: Any, params: Params, **extra: Any) -> Any:
+            result = step(grads, inner, params, extra, is_skipped=is_skipped, norms=norms)
+            return result, result.state
+
+        return tx.init, stepped
+
+    result, new = inject(functions_of).update(grads, state, params, **extra_args)
+    numbers = [x._replace(inner_state=None) for x in (state, new)]
+    kept = trees.keep_if(is_skipped, *numbers)
+    return result._replace(state=kept._replace(inner_state=result.state))
 
 
 _HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")

@@ -36,7 +36,6 @@ from jdistadam.kernels.adam import (
     Scalars,
     Spec,
     adam,
-    adam_with_squares,
     new_params,
     with_main_params,
 )
@@ -205,13 +204,14 @@ def update_shards(
         is_any = config.algorithm.storage.is_any
         if is_any:
             call = quantized_call(config, layout, pieces, spec, scalars, state, call[2])
-        if config.norms is None:
-            results = quantized_adam.adam(*call) if is_any else adam(*call)
-        else:
-            step: Any = quantized_adam.adam_with_squares if is_any else adam_with_squares
-            results, of_leaves = step(*call, asked_of(layout, buckets, config.parallel.state_axes))
-            sums.append((buckets, of_leaves))
-        results = native.unfused(results)
+        asked = None
+        if config.norms is not None:
+            asked = asked_of(layout, buckets, config.parallel.state_axes)
+        step: Any = quantized_adam.adam if is_any else adam
+        results = step(*call, asked)
+        if asked is not None:
+            sums.append((buckets, results.squares))
+        results = native.unfused(results._replace(squares=None))
         new, main = new_params(_kind(config, buckets[0]), results)
         of_state = {"mu": results.mu[0], "nu": results.nu[0]}
         if buckets[0].has_main:

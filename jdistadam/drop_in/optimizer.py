@@ -19,8 +19,14 @@ from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in.state import OPTAX_DTYPES, new_state
-from jdistadam.drop_in.step import tree_step
-from jdistadam.drop_in.transformation import FusedTransformation, with_frozen, without_frozen
+from jdistadam.drop_in.step import TreeResult, tree_step
+from jdistadam.drop_in.transformation import (
+    FullResult,
+    FusedTransformation,
+    with_frozen,
+    without_frozen,
+)
+from jdistadam.kernels.reference import KINDS
 
 
 def fused_adamw(
@@ -293,7 +299,9 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
         stepped = without_frozen(groups.row_of_leaves(params), params)
         return new_state(algorithm, stepped)
 
-    def run(mode: str, grads: Grads, state: OptState, params: Params) -> tuple[Any, OptState]:
+    def run(
+        mode: str, grads: Grads, state: OptState, params: Params, **requests: Any
+    ) -> TreeResult:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
         whole = grads if params is None else params
@@ -305,26 +313,46 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             grads = without_frozen(rows, grads)
             params = None if params is None else without_frozen(rows, params)
         try:
-            new, state = tree_step(grads, state, params, operands, mode=mode, rows=rows, **static)
+            new = tree_step(
+                grads, state, params, operands, mode=mode, rows=rows, **static, **requests
+            )
         except TypeError:  # jit names a leaf that is no array by its place in a call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-        return with_frozen(rows, new, kept), state
+        return new._replace(out=with_frozen(rows, new.out, kept))
 
     def update(
         grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
         del extra_args  # like optax's own optimizers, which take none
-        return run("update", grads, state, params)
+        return run("update", grads, state, params)[:2]
 
     def step(
         grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
         del extra_args
-        return run("step", grads, state, params)
+        return run("step", grads, state, params)[:2]
+
+    def full_step(
+        grads: Grads,
+        state: OptState,
+        params: Params,
+        extra_args: dict[str, Any],
+        *,
+        is_skipped: Any = None,
+        norms: bool = False,
+    ) -> FullResult:
+        del extra_args
+        result = run("step", grads, state, params, is_skipped=is_skipped, norms=norms)
+        found = None
+        if norms:
+            pairs = zip(KINDS, jnp.sqrt(result.squares), strict=True)
+            found = {f"{kind}_norm": x for kind, x in pairs}
+        return FullResult(result.out, result.state, found)
 
     tx = FusedTransformation(init, update, step)
+    tx.full_step = full_step
     tx.algorithm = algorithm
     return tx
 

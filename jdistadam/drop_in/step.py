@@ -37,6 +37,7 @@ from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_adam, sharded_quantized_adam
 from jdistadam.kernels.adam import Operands, Scalars, Spec, new_params, with_main_params
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
+from jdistadam.kernels.reference import KINDS, pairwise_sum
 
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
@@ -53,21 +54,39 @@ class TreeLeaf(NamedTuple):
     nu: Any
 
 
+class TreeResult(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+      out: New params, or updates.
+      state: The new state.
+      squares: With norms, the sums of squares of gradients, new params and updates.
+    """
+
+    out: Any
+    state: OptState
+    squares: Any
+
+
 # Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one for each eager call.
-@functools.partial(jax.jit, static_argnames=("mode", "known", "rows", "main_kind", "storage"))
+@functools.partial(
+    jax.jit, static_argnames=("mode", "known", "rows", "main_kind", "storage", "norms")
+)
 def tree_step(
     grads: Grads,
     state: OptState,
     params: Params,
     operands: tuple[dict[str, Any], ...],
+    is_skipped: Any = None,
     *,
     mode: str,
     known: tuple[tuple[tuple[str, Any], ...], ...],
     rows: tuple[int | None, ...],
     main_kind: Codec,
     storage: Storage,
-) -> tuple[Any, OptState]:
+    norms: bool = False,
+) -> TreeResult:
     """Steps every leaf and advances the counts of the state.
 
     Args:
@@ -75,15 +94,14 @@ def tree_step(
       state: The result of the optimizer's ``init`` or of an earlier step.
       params: Parameters. None if nothing in the formula reads them.
       operands: The array hyperparameters of each group.
+      is_skipped: In mode "step", whether to change nothing; None: to step.
       mode: "step": returns new params. "update": returns optax's updates.
       known: The other hyperparameters, as items.
       rows: The coefficient row of each leaf: twice the number of its group, plus one if decay does
         not apply. None for a frozen leaf, which the trees lack.
       main_kind: How main parameters are stored. If they are, state is a MainParamsState.
       storage: How moments are stored and rounded. Stochastically: state is a RoundingState.
-
-    Returns:
-      (new params or updates, new state).
+      norms: In mode "step", whether to sum squares.
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     hypers = [Hyperparameters(**dict(x), **y) for x, y in zip(known, operands, strict=True)]
@@ -108,9 +126,19 @@ def tree_step(
     count = adam_state.count
     hypers = [_at_own_counts(hyper, inner[1:]) for hyper in hypers]
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
-    new = step_leaves(leaves, rows_by_leaf, mode=mode, hypers=hypers, count=count, key=key)
-    updates, new_state = _new_trees(params, new, count, other_states=inner[1:], main_kind=main_kind)
-    return updates, new_state if key is None else RoundingState(key, new_state)
+    extras = dict(hypers=hypers, count=count, key=key, is_skipped=is_skipped, norms=norms)
+    new, squares = step_leaves(leaves, rows_by_leaf, mode=mode, **extras)
+    steps = [count, *inner[1:]]
+    next_steps = trees.keep_if(is_skipped, steps, _next_steps(steps))
+    out, new_state = _new_trees(params, new, next_steps, main_kind=main_kind)
+    state = new_state if key is None else RoundingState(key, new_state)
+    return TreeResult(out, state, squares)
+
+
+def _next_steps(steps: list[Any]) -> list[Any]:
+    """Adam's count and those of schedules, a step later."""
+    count, *others = steps
+    return [optax.safe_increment(count), *map(advance_schedules, others)]
 
 
 def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparameters:
@@ -165,9 +193,8 @@ def _check_quantized(
 def _new_trees(
     like: Params,
     new: Sequence[TreeLeaf],
-    count: jax.Array,
+    steps: Sequence[Any],
     *,
-    other_states: Sequence[Any],
     main_kind: Codec,
 ) -> tuple[Any, OptState]:
     """Puts new leaves into trees like ``like``; returns new params or updates, and the state."""
@@ -177,10 +204,8 @@ def _new_trees(
         return jax.tree.unflatten(treedef, values)
 
     moments = [tree([x.mu for x in new]), tree([x.nu for x in new])]
-    new_adam = optax.ScaleByAdamState(
-        optax.safe_increment(count), *map(trees.codes_outside, moments)
-    )
-    new_state: Any = (new_adam, *(advance_schedules(part) for part in other_states))
+    new_adam = optax.ScaleByAdamState(steps[0], *map(trees.codes_outside, moments))
+    new_state: Any = (new_adam, *steps[1:])
     if main_kind.is_stored:
         masked = [optax.MaskedNode() if x.main is None else x.main for x in new]
         new_state = MainParamsState(tree(masked), new_state)
@@ -195,16 +220,18 @@ def step_leaves(
     hypers: Sequence[Hyperparameters],
     count: jax.Array,
     key: Any,
-) -> list[TreeLeaf]:
+    is_skipped: Any,
+    norms: bool,
+) -> tuple[list[TreeLeaf], Any]:
     """One kernel call per mix of dtypes, usually one; with a key it rounds stochastically.
 
     ``rows_by_leaf``: the coefficient rows, two for each of ``hypers``, by the leaf's number in a
     tree with frozen leaves. Random bits depend on that number.
 
     Returns:
-      The new leaves. In mode "update", ``param`` is the update.
+      The new leaves, and their squares or None. In mode "update", ``param`` is the update.
     """
-    new = list(leaves)
+    new, squares = list(leaves), list[Any]()
     ids, rows = list(rows_by_leaf), list(rows_by_leaf.values())
     calls: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -216,12 +243,16 @@ def step_leaves(
         else:  # the leaf stays as it is
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     scalars = Scalars.plain(coefficient_rows(hypers, count))
+    if is_skipped is not None:
+        scalars = scalars._replace(found_inf=is_skipped)
     for (dtypes, group), indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
             hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
             results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
+            results = trees.keep_if(is_skipped, call_leaves, results)
+            of_leaves = _squares(call_leaves, results) if norms else None
         else:
             spec = Spec(mode, call_rows, hypers[0].flags)
             quantized = None
@@ -229,10 +260,30 @@ def step_leaves(
                 rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
                 leaf_ids = tuple(ids[i] for i in indices)
                 quantized = QuantizedSpec(spec, key is not None, leaf_ids), rounded
-            results = _call(spec, scalars, call_leaves, quantized)
+            results, of_leaves = _call(spec, scalars, call_leaves, quantized, norms)
+        squares += [of_leaves] if norms else []
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
-    return new
+    if not norms:
+        return new, None
+    none = jnp.zeros((1, len(KINDS)), jnp.float32)
+    return new, pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
+
+
+def _squares(old: Sequence[TreeLeaf], new: Sequence[TreeLeaf]) -> jax.Array:
+    """The sums of squares of leaves that optax steps, shape (leaves, 3)."""
+    kind = main_codec_of(old[0].main)
+    exact = [[kind.join(x.param, x.main, jnp) for x in leaves] for leaves in (old, new)]
+    rows = [
+        (jnp.asarray(leaf.grad), after, after - before)
+        for leaf, before, after in zip(old, *exact, strict=True)
+    ]
+    return jnp.stack(
+        [
+            jnp.stack([jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32)) for x in row])
+            for row in rows
+        ]
+    )
 
 
 def _dtype(x: Any) -> Any:
@@ -274,7 +325,8 @@ def _call(
     scalars: Scalars,
     leaves: Sequence[TreeLeaf],
     quantized: tuple[QuantizedSpec, Rounding] | None,
-) -> list[TreeLeaf]:
+    norms: bool,
+) -> tuple[list[TreeLeaf], Any]:
     """Steps leaves of equal dtypes in one kernel call; ``spec`` assumes no main parameters."""
     grads, params, mains, mu, nu = zip(*leaves, strict=True)
     operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
@@ -283,16 +335,17 @@ def _call(
         spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
     spec, operands = with_main_params(kind, spec, operands, mains, params[0].dtype)
     if quantized is None:
-        results = sharded_adam.adam(spec, scalars, operands, params)
+        results = sharded_adam.adam(spec, scalars, operands, params, with_squares=norms)
     else:
         static, rounded = quantized
         static = dataclasses.replace(static, adam=spec)
-        results = sharded_quantized_adam.adam(static, scalars, rounded, operands, params)
+        given = (static, scalars, rounded, operands, params)
+        results = sharded_quantized_adam.adam(*given, with_squares=norms)
     new, new_mains = new_params(kind, results)
     if kind.is_stored and mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]
     columns = (grads, new, new_mains if kind.is_stored else mains, results.mu, results.nu)
-    return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)]
+    return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)], results.squares
 
 
 def _call_optax(

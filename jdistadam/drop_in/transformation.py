@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,46 @@ class StepFn(Protocol):
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
         """Takes one step."""
+
+
+class FullResult(NamedTuple):
+    """The result of a ``FullStep``.
+
+    Attributes:
+      params: New params.
+      state: The new state.
+      norms: The global norms "grad_norm", "param_norm" and "update_norm"; None if not requested.
+    """
+
+    params: Params
+    state: OptState
+    norms: dict[str, jax.Array] | None
+
+
+class FullStep(Protocol):
+    """A step with what wrappers and ``step_with_norms`` need."""
+
+    def __call__(
+        self,
+        grads: Grads,
+        state: OptState,
+        params: Params,
+        extra_args: dict[str, Any],
+        *,
+        is_skipped: Any = None,
+        norms: bool = False,
+    ) -> FullResult:
+        """Takes one step.
+
+        Args:
+          grads: The gradients.
+          state: The state.
+          params: The params.
+          extra_args: Those of the transformations in a chain.
+          is_skipped: Whether to change nothing, a bool on the device. The kernel then reads and
+            writes no leaf. None: to step.
+          norms: Whether to return norms.
+        """
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -43,6 +83,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     step: StepFn
+    full_step: FullStep | None = None
+    """The step for wrappers; None if this optimizer has none."""
     _made_of: tuple[Any, ...]
     algorithm: Algorithm | None = None
     """The algorithm of the optimizer; None if other functions wrap or replace it."""
@@ -87,6 +129,43 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
         return new, state, jax.tree.map(difference, new, params)
 
+    def step_with_norms(
+        self, grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState, dict[str, jax.Array]]:
+        """Takes a step, and also returns three norms that the kernel computes on the way.
+
+        It reads and writes nothing more than ``step``. A norm is the square root of the sum of
+        squares over all leaves and devices, summed in float32: of the gradients that reach the
+        optimizer (in a chain those that the transformations before it return), of the new params
+        (of the main parameters, if there are some), and of the updates. Frozen leaves count in
+        none. A step that a wrapper skips has "update_norm" 0.
+
+        Args:
+          grads: The gradients.
+          state: The state.
+          params: The params.
+          **extra_args: Those of the transformations in a chain.
+
+        Returns:
+          New params and the new state, as ``step`` returns them, and the float32 scalars
+          "grad_norm", "param_norm" and "update_norm".
+
+        Raises:
+          PolicyError: Under ``jax.vmap``, in differentiation, or for a distributed optimizer, which
+            has the argument ``norms``.
+
+        Example:
+          >>> import jax.numpy as jnp, jdistadam as jda
+          >>> tx, params = jda.fused_adamw(1e-2, weight_decay=0.0), {"w": jnp.ones(4)}
+          >>> _, _, norms = tx.step_with_norms(params, tx.init(params), params)
+          >>> {name: round(float(x), 4) for name, x in norms.items()}
+          {'grad_norm': 2.0, 'param_norm': 1.98, 'update_norm': 0.02}
+        """
+        full_step = full_step_of(self, "step_with_norms")
+        params, state, norms = full_step(grads, state, params, extra_args, norms=True)
+        assert norms is not None
+        return params, state, norms
+
     @property
     def is_as_made(self) -> bool:
         """Whether none of the functions was replaced."""
@@ -116,6 +195,26 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     def __deepcopy__(self, memo: Any) -> FusedTransformation:
         """Returns itself: it is immutable."""
         return self
+
+
+def full_step_of(tx: Any, function: str) -> FullStep:
+    """Returns the step of an optimizer for wrappers; raises PolicyError if it has none."""
+    if isinstance(tx, FusedTransformation) and tx.full_step is not None and tx.is_as_made:
+        return tx.full_step
+    got = type(tx).__name__
+    cure = "Write jda.chain in place of optax.chain; wrap other optimizers with those of optax."
+    if isinstance(tx, FusedTransformation):
+        got += ", with functions that were replaced" if tx.full_step is not None else ""
+        cure = "Wrap the optimizer before its functions are replaced."
+    if hasattr(tx, "config"):
+        cure = (
+            "A distributed optimizer has norms=, loss_scale= and norm_guard=, and train_step has "
+            "accumulate_steps=: use those."
+        )
+    raise PolicyError(
+        f"{function}: needs an optimizer with a fused step: got {got}, expected what "
+        f"jda.fused_adamw, jda.chain or jda.inject_hyperparams returns. {cure}"
+    )
 
 
 def _register_as_tree(cls: type[FusedTransformation]) -> None:

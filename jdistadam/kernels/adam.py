@@ -97,6 +97,7 @@ class Results(NamedTuple):
     mu: Sequence[Any]
     nu: Sequence[Any]
     out: Sequence[Any]
+    squares: Any = None  # shape (segments, 3), float32: the sums that were asked for; None: none
 
 
 def with_main_params(
@@ -140,45 +141,40 @@ def member_dims(scalars: Scalars) -> int:
     return scalars.coefficients.ndim - 2
 
 
-def adam(spec: Spec, scalars: Scalars, operands: Operands) -> Results:
+def adam(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None = None) -> Results:
     """Takes one Adam step on this device. Updates donated params, mu and nu in place.
 
     Coefficients may have leading dimensions of members. Then every leaf has them too, and each
     member uses its own rows; no kind may be flat.
+
+    Args:
+      spec: The static side.
+      scalars: The scalar operands.
+      operands: The leaves, at least one if sums are asked for.
+      asked: Which sums of squares to take: of the scaled gradients, new parameters and updates of
+        each segment (cuda/squares.h). Modes are those of a step then, without members.
     """
     if not operands.grads:
         return Results(
             operands.params if spec.mode != "update" else (), operands.mu, operands.nu, ()
         )
-    return adam_with_squares(spec, scalars, operands, None)[0]
 
-
-def adam_with_squares(
-    spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None
-) -> tuple[Results, Any]:
-    """The same step, of at least one leaf, and the requested sums of squares; None for none.
-
-    Returns:
-      The results of the step; and the sums of squares of the scaled gradients, new parameters and
-      updates of each segment, shape (n, 3), float32: cuda/squares.h. For these, modes are those of
-      a step, and members are not supported.
-    """
-
-    def compiled(scalars: Scalars, operands: Operands, segments: Any) -> tuple[Results, Any]:
+    def compiled(scalars: Scalars, operands: Operands, segments: Any) -> Results:
         return _adam_native(spec, scalars, operands, asked and asked._replace(segments=segments))
 
-    def fallback(scalars: Scalars, operands: Operands, segments: Any) -> tuple[Results, Any]:
-        given = asked and asked._replace(segments=segments)
-        sums = given and squares_reference(spec, scalars, operands, given, xp=jnp)
-        return adam_fallback(spec, scalars, operands), sums
+    def fallback(scalars: Scalars, operands: Operands, segments: Any) -> Results:
+        results = adam_fallback(spec, scalars, operands)
+        if asked is None:
+            return results
+        given = asked._replace(segments=segments)
+        sums = squares_reference(spec, scalars, operands, given, xp=jnp)
+        return results._replace(squares=sums)
 
     args = scalars, operands, asked and asked.segments
     return native.choose(compiled, fallback)(*collectives.vary_together(args))
 
 
-def _adam_native(
-    spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None
-) -> tuple[Results, Any]:
+def _adam_native(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None) -> Results:
     results = _result_types(spec, operands)
     # operands: 3 scalars, grads, params, mu, nu, remainders; results: params, mu, nu, out
     first_param = len(Scalars._fields) + len(operands.grads)
@@ -193,7 +189,8 @@ def _adam_native(
         asked,
     )
     outputs, sums = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
-    return jax.tree.unflatten(jax.tree.structure(results), outputs), sums
+    stepped: Results = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    return stepped._replace(squares=sums)
 
 
 def ffi_call(

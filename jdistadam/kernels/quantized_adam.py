@@ -70,6 +70,7 @@ def adam(
     rounded: Rounding,
     positions: LeafPositions,
     operands: Operands,
+    asked: Asked | None = None,
 ) -> Results:
     """Takes one Adam step on this device. Updates donated params, mu and nu in place.
 
@@ -79,28 +80,20 @@ def adam(
       rounded: The operands that determine random bits.
       positions: The positions of the leaves in whole leaves.
       operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
+      asked: Which sums of squares to take, as for the kernel without rounding.
     """
-    return adam_with_squares(spec, scalars, rounded, positions, operands, None)[0]
 
-
-def adam_with_squares(
-    spec: QuantizedSpec,
-    scalars: Scalars,
-    rounded: Rounding,
-    positions: LeafPositions,
-    operands: Operands,
-    asked: Asked | None,
-) -> tuple[Results, Any]:
-    """The same step and sums of squares, as ``kernels.adam.adam_with_squares`` returns them."""
-
-    def compiled(segments: Any, *args: Any) -> tuple[Results, Any]:
+    def compiled(segments: Any, *args: Any) -> Results:
         return _adam_native(spec, *args, asked=asked and asked._replace(segments=segments))
 
-    def fallback(segments: Any, *args: Any) -> tuple[Results, Any]:
+    def fallback(segments: Any, *args: Any) -> Results:
+        results = adam_reference(spec, *args, xp=jnp)
+        if asked is None:
+            return results
         scalars, *_, operands = args
-        given = asked and asked._replace(segments=segments)
-        sums = given and squares_reference(spec, scalars, operands, given, xp=jnp)
-        return adam_reference(spec, *args, xp=jnp), sums
+        given = asked._replace(segments=segments)
+        sums = squares_reference(spec, scalars, operands, given, xp=jnp)
+        return results._replace(squares=sums)
 
     args = asked and asked.segments, scalars, rounded, positions, operands
     return native.choose(compiled, fallback)(*collectives.vary_together(args))
@@ -129,7 +122,7 @@ def _adam_native(
     operands: Operands,
     *,
     asked: Asked | None,
-) -> tuple[Results, Any]:
+) -> Results:
     """The call: scales follow the operands of `jdistadam_adam`, and likewise its results."""
     mode = spec.adam.mode
     given = {
@@ -155,13 +148,13 @@ def _adam_native(
     )(*scalars, *rounded, *positions, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
-    stepped = Results(
+    return Results(
         found["params"],
         _coded(found["mu"], found["mu_scales"]),
         _coded(found["nu"], found["nu_scales"]),
         found["out"],
+        sums,
     )
-    return stepped, sums
 
 
 def _aliases(given: dict[str, Any], made: dict[str, Any]) -> dict[int, int]:
@@ -212,7 +205,7 @@ def adam_reference(
     made = Results(*(tuple(x) for x in zip(*steps, strict=True)))
     params, mu, nu, out = (
         _join(spec.adam, kind, getattr(operands, kind), getattr(made, kind), xp)
-        for kind in Results._fields
+        for kind in ("params", "mu", "nu", "out")
     )
     mode = spec.adam.mode
     return Results(() if mode == "update" else params, mu, nu, () if mode == "step" else out)

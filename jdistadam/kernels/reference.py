@@ -333,6 +333,14 @@ class Asked(NamedTuple):
     fine: tuple[bool, ...]
     segments: Any
 
+    @classmethod
+    def of_leaves(cls, grads: Sequence[Any]) -> Asked:
+        """One sum for each leaf."""
+        sums = np.cumsum([0, *(num_runs(x.size, False) for x in grads)])
+        # Scalars, because custom_partitioning takes no constant array.
+        ends = jnp.stack([jnp.int32(x) for x in sums.tolist()])
+        return cls((False,) * len(grads), jnp.stack([ends[:-1], ends[1:]], 1))
+
 
 def num_runs(size: int, is_fine: bool) -> int:
     """Returns the number of runs of a leaf."""

@@ -30,13 +30,17 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
+from jdistadam.kernels.reference import KINDS, Asked
 
+_MADE = ("params", "mu", "nu", "out")  # the results that replace arrays
 Arrays = Sequence[Any]
 DimAxes = list[tuple[str, ...]]
 """The mesh axes that cut each dimension of an array, the most significant one first."""
 
 
-def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: Arrays) -> Results:
+def _adam_on_shards(
+    spec: Spec, with_squares: bool, scalars: Scalars, operands: Operands, out_like: Arrays
+) -> Results:
     """Like kernel.adam, for leaves with any sharding.
 
     Gradients, params, second moments and remainders are resharded like the first moments.
@@ -45,6 +49,7 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
 
     Args:
       spec: As for the kernel.
+      with_squares: Whether to sum the squares of each leaf.
       scalars: The same on all devices.
       operands: The leaves, resharded like their first moments as far as types know it.
       out_like: Arrays with the sharding that ``out`` takes.
@@ -54,7 +59,7 @@ def _adam_on_shards(spec: Spec, scalars: Scalars, operands: Operands, out_like: 
     """
     shardings = tuple(map(sharding_of, operands.mu))
     ranks = tuple(x.ndim for x in operands.mu)
-    partitioned = _partitioned(spec, ranks, kernel.member_dims(scalars))
+    partitioned = _partitioned(spec, ranks, kernel.member_dims(scalars), with_squares)
     return native.unfused(partitioned((out_like, shardings), scalars, operands.unfused()))
 
 
@@ -87,29 +92,37 @@ _sharding_of_p = make_primitive(
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
+def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int, with_squares: bool) -> Any:
     """The kernel with one more argument that passes only shardings."""
 
     @custom_partitioning
     def adam_step(placed: Any, scalars: Scalars, operands: Operands) -> Results:
         del placed
-        return kernel.adam(spec, scalars, operands)
+        asked = Asked.of_leaves(operands.grads) if with_squares else None
+        return kernel.adam(spec, scalars, operands, asked)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, _, operands = arg_shapes
         moment_shardings, members = _with_equal_members(mesh, operands.mu, member_dims)
         inward = [_routes(kind, moment_shardings, inward=True) for kind in operands]
-        outward = [_routes(kind, moment_shardings, inward=False) for kind in result_shapes]
+        made = result_shapes[: len(_MADE)]
+        outward = [_routes(kind, moment_shardings, inward=False) for kind in made]
+        cut = axes_of_squares(operands.mu, moment_shardings) if with_squares else []
         # New params that are gathered: one call would have XLA gather them all after it.
-        is_gathered = any(_grows(kind, moment_shardings) for kind in result_shapes)
+        is_gathered = any(_grows(kind, moment_shardings) for kind in made)
         calls = _calls(operands.mu) if is_gathered else [range(len(operands.mu))]
 
         def lower_fn(placed: Any, scalars: Scalars, operands: Operands) -> Results:
             del placed
             moved = Operands(*map(functools.partial(_along, mesh), inward, operands))
-            parts = [_of_some(spec, scalars, moved, leaves) for leaves in calls]
-            results = [itertools.chain(*kind) for kind in zip(*parts, strict=True)]
-            return Results(*map(functools.partial(_along, mesh), outward, results))
+            parts = [_of_some(spec, scalars, moved, leaves, with_squares) for leaves in calls]
+            results = [itertools.chain(*(x[i] for x in parts)) for i in range(len(_MADE))]
+            squares = None
+            if with_squares:
+                here = jnp.concatenate([x.squares for x in parts])
+                squares = squares_of_all(mesh, here, cut)
+            placed_results = map(functools.partial(_along, mesh), outward, results)
+            return Results(*placed_results)._replace(squares=squares)
 
         replicated = NamedSharding(mesh, P())
         arg_shardings = (
@@ -118,11 +131,13 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int) -> Any:
             Operands(*(tuple(x.sharding for x in kind) for kind in inward)),
         )
         results = Results(*(tuple(x.sharding for x in kind) for kind in outward))
+        if with_squares:
+            results = results._replace(squares=replicated)
         return mesh, lower_fn, results, arg_shardings
 
     # The members of the coefficients are resharded like those of the moments afterwards.
     rows = (*(f"b{d}" for d in range(member_dims)), "r", "c")
-    rule = sharding_rule(spec.mode, ranks, (rows, (), ()), ("r", "c"))
+    rule = sharding_rule(spec.mode, ranks, (rows, (), ()), ("r", "c"), with_squares=with_squares)
     adam_step.def_partition(partition=partition, sharding_rule=rule)
     return adam_step
 
@@ -142,11 +157,43 @@ def _calls(mu: Arrays) -> list[range]:
     return list(map(range, starts, [*starts[1:], len(mu)]))
 
 
-def _of_some(spec: Spec, scalars: Scalars, operands: Operands, leaves: range) -> Results:
+def _of_some(
+    spec: Spec, scalars: Scalars, operands: Operands, leaves: range, with_squares: bool
+) -> Results:
     """The kernel's results for some of the leaves."""
     own = dataclasses.replace(spec, groups=tuple(spec.groups[i] for i in leaves))
     some = Operands(*(tuple(kind[i] for i in leaves) if kind else () for kind in operands))
-    return kernel.adam(own, scalars, some)
+    return kernel.adam(own, scalars, some, Asked.of_leaves(some.grads) if with_squares else None)
+
+
+def axes_of_squares(moments: Arrays, shardings: Sequence[Sharding]) -> list[set[str]]:
+    """The axes that cut each leaf, for ``squares_of_all``; raises if parts differ in size."""
+
+    def axes_of(shape: tuple[int, ...], sharding: Sharding) -> set[str]:
+        if sharding.is_fully_replicated:
+            return set()
+        if isinstance(sharding, NamedSharding):
+            by_dim = dim_axes(sharding, len(shape))
+            if _divides(shape, by_dim, sharding.mesh.shape):
+                return set(itertools.chain(*by_dim))
+        raise PolicyError(
+            f"step_with_norms: does not support this sharding: got shape {shape}, sharded as "
+            f"{sharding}, expected a NamedSharding into equal parts. "
+            "Use step, and optax.global_norm."
+        )
+
+    pairs = zip(moments, shardings, strict=True)
+    return [axes_of(x.shape, sharding) for x, sharding in pairs]
+
+
+def squares_of_all(mesh: Mesh, squares: jax.Array, cut: Sequence[set[str]]) -> jax.Array:
+    """Sums the squares of leaves, shape (leaves, 3), over devices.
+
+    Of devices with the same part, the first one counts: that is, along axes that do not cut it.
+    """
+    axes: tuple[str, ...] = mesh.axis_names
+    is_mine = [collectives.axis_index(tuple(x for x in axes if x not in own)) == 0 for own in cut]
+    return collectives.all_reduce(jnp.where(jnp.stack(is_mine)[:, None], squares, 0), axes)
 
 
 def _grows(kind: Arrays, moment_shardings: Sequence[Sharding]) -> bool:
@@ -176,7 +223,13 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
 
 
 def sharding_rule(
-    mode: str, ranks: Sequence[int], scalars: Any, replicated: Any, coded: Sequence[str] = ()
+    mode: str,
+    ranks: Sequence[int],
+    scalars: Any,
+    replicated: Any,
+    coded: Sequence[str] = (),
+    *,
+    with_squares: bool = False,
 ) -> SdyShardingRule:
     """Each kind of array shares factors only with the results that replace it.
 
@@ -186,6 +239,7 @@ def sharding_rule(
       scalars: The factors of the operands before the leaves.
       replicated: Those of them that must be the same on all devices.
       coded: The moments that have scales: "m" or "n".
+      with_squares: Whether sums of squares follow, which every device gets.
     """
 
     def leaves(kind: str) -> Any:
@@ -203,7 +257,7 @@ def sharding_rule(
     new_out = () if mode == "step" else out
     return SdyShardingRule(
         operand_mappings=out + grads + scalars + grads + params + mu + nu + remainders,
-        result_mappings=new_params + mu + nu + new_out,
+        result_mappings=new_params + mu + nu + new_out + (("q", "k"),) * with_squares,
         need_replication_factors=replicated,
     )
 
@@ -322,6 +376,8 @@ def adam(
     scalars: Scalars,
     operands: Operands,
     out_like: Sequence[Any] | None = None,
+    *,
+    with_squares: bool = False,
 ) -> Results:
     """Like kernel.adam, for leaves with any sharding; supports batching and differentiation.
 
@@ -331,22 +387,29 @@ def adam(
         too, and constants in a derivative.
       operands: The leaves.
       out_like: In mode "step_and_cast", arrays with the sharding that ``out`` takes.
+      with_squares: Whether to sum the squares of each leaf; then it is not batched, and not
+        differentiated.
 
     Returns:
       The kernel's results. New params, moments and remainders have the sharding of the old ones,
       updates that of the params.
     """
     if not operands.grads:
-        return kernel.adam(spec, scalars, operands)
+        empty = jnp.zeros((0, len(KINDS)), jnp.float32) if with_squares else None
+        return kernel.adam(spec, scalars, operands)._replace(squares=empty)
     scalars, operands = collectives.vary_together((scalars, operands))
     models = operands._replace(out=operands.out or out_like or operands.params)
     args = (scalars, Operands(*(reshard_like(x, operands.mu) for x in operands)), models.out)
-    step, treedef = functools.partial(_adam_on_shards, spec), jax.tree.structure(args)
-    results = _step(step, *args, spec=spec, treedef=treedef)
-    return Results(*map(reshard_like, results, models[1:]))
+    step = functools.partial(_adam_on_shards, spec, with_squares)
+    treedef = jax.tree.structure(args)
+    results = _step(step, *args, spec=spec, treedef=treedef, with_squares=with_squares)
+    made = Results(*map(reshard_like, results[: len(_MADE)], models[1:]))
+    return made._replace(squares=results.squares)
 
 
-def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> tuple[Any, Any]:
+def _batched(
+    leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any, with_squares: bool
+) -> tuple[Any, Any]:
     """One step for all members.
 
     Leaves shared by all members are repeated, because one call has one size per leaf. Coefficients
@@ -360,7 +423,14 @@ def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> 
         return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
     rows, inv_scale, found_inf = leaves[:3]
-    assert dims[1] is None and dims[2] is None
+    if with_squares:
+        raise _no_norms(f"jax.vmap over {size}")
+    if dims[1] is not None or dims[2] is not None:
+        raise PolicyError(
+            "step: cannot be skipped for some members only: got jax.vmap over "
+            f"{size} of a step that a wrapper may skip, expected the same decision for all. "
+            "Use optax's own MultiSteps or apply_if_finite, whose update runs the kernel."
+        )
     if dims[0] is not None or kernel.member_dims(Scalars(rows, inv_scale, found_inf)):
         rows = with_members(rows, dims[0])
     arrays = [with_members(*pair) for pair in zip(leaves[3:], dims[3:], strict=True)]
@@ -369,7 +439,16 @@ def _batched(leaves: Any, dims: Any, *, call: Any, spec: Spec, treedef: Any) -> 
     return results, [0] * len(results)
 
 
-def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any) -> tuple[Any, Any]:
+def _no_norms(got: str) -> PolicyError:
+    return PolicyError(
+        f"step_with_norms: not supported here: got {got}, expected a step of one model, without "
+        "derivatives. Use step, and optax.global_norm."
+    )
+
+
+def _jvp(
+    leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, with_squares: bool, **params: Any
+) -> tuple[Any, Any]:
     """The kernel's results and the derivative of the formula.
 
     Operands with a zero tangent are constants, so nothing is computed from zeros.
@@ -381,6 +460,8 @@ def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any)
             "Set main_params_dtype=jnp.float32, or put jax.lax.stop_gradient around gradients, "
             "state, params and hyperparameters."
         )
+    if with_squares:
+        raise _no_norms("a derivative")
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def formula(*values: Any) -> list[Any]:
@@ -391,7 +472,8 @@ def _jvp(leaves: Any, tangents: Any, *, spec: Spec, treedef: Any, **params: Any)
         return jax.tree.leaves(kernel.adam_fallback(spec, scalars, operands, every_term=True))
 
     given, directions = ([x[i] for i in moving] for x in (leaves, tangents))
-    results = _step.primitive.bind(*leaves, spec=spec, treedef=treedef, **params)
+    static = dict(spec=spec, treedef=treedef, with_squares=with_squares)
+    results = _step.primitive.bind(*leaves, **static, **params)
     return results, jax.jvp(formula, given, directions)[1]
 
 

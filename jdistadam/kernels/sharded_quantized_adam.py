@@ -30,6 +30,7 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import native, quantized_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding, codes_of
+from jdistadam.kernels.reference import Asked
 
 
 def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
@@ -122,6 +123,8 @@ def adam(
     rounded: Rounding,
     operands: Operands,
     out_like: Sequence[Any] = (),
+    *,
+    with_squares: bool = False,
 ) -> Results:
     """Takes one Adam step. params, mu and nu are updated in place if donated.
 
@@ -131,6 +134,7 @@ def adam(
       rounded: What random bits depend on.
       operands: The leaves; mu is all BlockCodes or none, and so is nu.
       out_like: Donated arrays whose memory ``out`` may take; they are not read.
+      with_squares: Whether to sum the squares of each leaf.
 
     Raises:
       PolicyError: Under ``jax.vmap``, in differentiation, or if a leaf is sharded otherwise.
@@ -139,9 +143,10 @@ def adam(
     out_like = tuple(operands.out or out_like or operands.params)
     placed = _placed_like_moments(operands)
     args = (scalars, rounded, placed, out_like)
-    made: Results = _step(functools.partial(_sharded, spec), *args)
-    models = Results(operands.params, operands.mu, operands.nu, out_like)
-    return Results(*map(_typed_like, made, models))
+    made: Results = _step(functools.partial(_sharded, spec, with_squares), *args)
+    models = (operands.params, operands.mu, operands.nu, out_like)
+    typed = Results(*map(_typed_like, made[: len(models)], models))
+    return typed._replace(squares=made.squares)
 
 
 def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
@@ -153,13 +158,14 @@ def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
 
 def _sharded(
     spec: QuantizedSpec,
+    with_squares: bool,
     scalars: Scalars,
     rounded: Rounding,
     operands: Operands,
     out_like: Sequence[Any],
 ) -> Results:
     shardings = tuple(map(sharded_adam.sharding_of, codes_of(operands.mu)))
-    step = _partitioned(spec, _Kinds.of(operands))
+    step = _partitioned(spec, _Kinds.of(operands), with_squares)
     positions = LeafPositions.of_parts(np.zeros(len(spec.ids), np.int32))  # if nothing is sharded
     placed = (out_like, shardings, positions)
     return native.unfused(step(placed, scalars, rounded, operands.unfused()))
@@ -209,12 +215,16 @@ class _Kinds(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
+def _partitioned(spec: QuantizedSpec, kinds: _Kinds, with_squares: bool) -> Any:
     """The kernel with one more argument that passes only shardings."""
+
+    def call(scalars: Scalars, rounded: Rounding, here: LeafPositions, operands: Operands) -> Any:
+        asked = Asked.of_leaves(operands.grads) if with_squares else None
+        return quantized_adam.adam(spec, scalars, rounded, here, operands, asked)
 
     @custom_partitioning
     def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:
-        return quantized_adam.adam(spec, scalars, rounded, placed[-1], operands)
+        return call(scalars, rounded, placed[-1], operands)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, scalars, rounded, operands = arg_shapes
@@ -231,7 +241,12 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
                     here = LeafPositions.of_parts(jnp.stack(mine))
-            return quantized_adam.adam(spec, scalars, rounded, here, operands)
+            made = call(scalars, rounded, here, operands)
+            if not with_squares:
+                return made
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                squares = sharded_adam.squares_of_all(mesh, made.squares, list(map(set, axes)))
+            return made._replace(squares=squares)
 
         def of_leaves(kind: Any) -> Any:
             pairs = zip(kind, positions, strict=False)
@@ -243,12 +258,16 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds) -> Any:
             *jax.tree.map(lambda _: whole, (scalars, rounded)),
             Operands(*map(of_leaves, operands)),
         )
-        return mesh, lower_fn, Results(*map(of_leaves, result_shapes)), arg_shardings
+        results = Results(*map(of_leaves, result_shapes[:-1]))
+        if with_squares:
+            results = results._replace(squares=whole)
+        return mesh, lower_fn, results, arg_shardings
 
     scalars: Any = (("l", "t"), ("b", "w"), ("r", "c"), (), (), ("k",), ())
     coded = ["m"] * kinds.mu_is_coded + ["n"] * kinds.nu_is_coded
     whole = tuple("ltbwrck")
-    rule = sharded_adam.sharding_rule(spec.adam.mode, kinds.ranks, scalars, whole, coded)
+    given = (spec.adam.mode, kinds.ranks, scalars, whole, coded)
+    rule = sharded_adam.sharding_rule(*given, with_squares=with_squares)
     step.def_partition(partition=partition, sharding_rule=rule)
     return step
 

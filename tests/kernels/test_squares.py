@@ -24,7 +24,7 @@ step = jax.jit(kernel.adam, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def with_squares(spec, fine, segments, scalars, operands):
-    return kernel.adam_with_squares(spec, scalars, operands, reference.Asked(fine, segments))
+    return kernel.adam(spec, scalars, operands, reference.Asked(fine, segments))
 
 
 def asked_of(sizes, fine):
@@ -72,8 +72,9 @@ def test_sums_equal_the_reference_bitwise(platform, case, values, found_inf):
     spec = Spec(mode, groups, FLAGS, BF16 if mode == "step_and_cast" else None)
     given = scalars(random_rows(count=3), found_inf=found_inf)
     asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    results, sums = with_squares(spec, *asked, given, operands)
-    assert_trees_same_bits(results, step(spec, given, operands))
+    results = with_squares(spec, *asked, given, operands)
+    sums = results.squares
+    assert_trees_same_bits(results._replace(squares=None), step(spec, given, operands))
     want = kernel.squares_reference(spec, given, operands, asked, xp=np)
     assert_same_bits(sums, want)
     if values == "plain":
@@ -99,7 +100,7 @@ def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, ga
     others = flat(F32), flat(F32), flat(F32, nonnegative=True)
     given = scalars(random_rows(count=3), found_inf=found_inf)
     asked = asked_of(SIZES, tuple(i % 2 == 1 for i in range(len(SIZES))))
-    _, sums = with_squares(spec, *asked, given, Operands(grads, *others))
+    sums = with_squares(spec, *asked, given, Operands(grads, *others)).squares
     summed = reference.pairwise_sum(grads[0].astype(F32).reshape(3, total), np)
     one = dataclasses.replace(spec, contributions=1)
     want = kernel.squares_reference(one, given, Operands([summed], *others), asked, xp=np)
@@ -113,7 +114,7 @@ def test_fallback_sums_are_close(monkeypatch, found_inf):
     spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), FLAGS)
     given = scalars(random_rows(count=3), found_inf=found_inf)
     asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    _, sums = kernel.adam_with_squares(spec, given, operands, asked)
+    sums = kernel.adam(spec, given, operands, asked).squares
     want = kernel.squares_reference(spec, given, operands, asked, xp=np)
     np.testing.assert_allclose(sums, want, rtol=1e-5)
 
@@ -128,7 +129,7 @@ QUANTIZED = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def quantized_with_squares(spec, fine, segments, *args):
-    return quantized_adam.adam_with_squares(spec, *args, reference.Asked(fine, segments))
+    return quantized_adam.adam(spec, *args, reference.Asked(fine, segments))
 
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
@@ -150,8 +151,9 @@ def test_sums_of_quantized_steps_equal_the_reference_bitwise(platform, case, fou
     positions = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(len(SIZES), np.int32)))
     args = given, rounded(), positions, operands
     asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    results, sums = quantized_with_squares(spec, *asked, *args)
-    assert_trees_same_bits(results, jax.jit(quantized_adam.adam, static_argnums=0)(spec, *args))
+    results = quantized_with_squares(spec, *asked, *args)
+    sums, plain = results.squares, jax.jit(quantized_adam.adam, static_argnums=0)(spec, *args)
+    assert_trees_same_bits(results._replace(squares=None), plain)
     want = quantized_adam.squares_reference(spec, given, operands, asked, xp=np)
     assert_same_bits(sums, want)
     assert np.isfinite(want).all() and (want[len(SIZES) - 1, 2] == 0) == found_inf

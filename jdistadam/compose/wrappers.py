@@ -1,0 +1,227 @@
+"""optax's ``MultiSteps`` and ``apply_if_finite`` with the fused step.
+
+optax's wrappers compute an update in every call and select between it and nothing. Here the kernel
+gets a flag: if it is set, the kernel reads and writes no leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from optax import MultiSteps as optax_MultiSteps  # also if a user replaces them
+from optax import apply_if_finite as optax_apply_if_finite
+
+from jdistadam.core import trees
+from jdistadam.core.trees import Grads, OptState, Params
+from jdistadam.drop_in.transformation import (
+    FullResult,
+    FullStep,
+    FusedTransformation,
+    full_step_of,
+)
+from jdistadam.errors import TreeError
+
+
+class MultiSteps(FusedTransformation):
+    r"""``optax.MultiSteps`` with a ``step``: gradients accumulate, and every k-th call steps.
+
+    .. math::
+
+      a \leftarrow a + (g - a) / (n + 1), \qquad n = 0, \ldots, k - 1
+
+    with the gradient :math:`g` of a call and the mean :math:`a`; or the sum. When :math:`n = k - 1`
+    the optimizer steps with :math:`a`, cast to the gradients' dtypes. The state is optax's. A call
+    that only accumulates reads and writes 20 bytes per float32 parameter; optax's ``update``
+    computes the whole step in each call, and then selects.
+
+    Transformations before the optimizer in a chain run in every call, as in optax. In a step of
+    your own that accumulates within one jitted function, nothing of this is needed.
+
+    Args:
+      opt: ``fused_adamw``, ``fused_adam``, or a ``chain`` or ``inject_hyperparams`` of them.
+      every_k_schedule: The number of calls for one step, or a function from the number of steps
+        taken to it.
+      use_grad_mean: Whether to average gradients instead of summing them.
+      should_skip_update_fn: A function of (gradients, number of steps taken, params) that returns
+        (whether to ignore this call, what the state shall keep as ``skip_state``).
+      accumulator_dtype: The dtype of :math:`a`.
+
+    Raises:
+      PolicyError: ``opt`` has no fused step.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.MultiSteps(jda.fused_adamw(1e-2), every_k_schedule=2)
+      >>> params = {"w": jnp.ones(3)}
+      >>> state = tx.init(params)
+      >>> for g in (1.0, 2.0):
+      ...     params, state = tx.step({"w": jnp.full(3, g)}, state, params)
+      ...     print(round(float(params["w"][0]), 4), bool(tx.has_updated(state)))
+      1.0 False
+      0.99 True
+    """
+
+    inner_opt: Any
+
+    def __new__(
+        cls,
+        opt: optax.GradientTransformation,
+        every_k_schedule: int | Callable[[Any], Any],
+        use_grad_mean: bool = True,
+        should_skip_update_fn: Callable[..., tuple[jax.Array, Any]] | None = None,
+        accumulator_dtype: Any = jnp.float32,
+    ) -> MultiSteps:
+        """Wraps an optimizer."""
+        inner = full_step_of(opt, "MultiSteps")
+        how = (use_grad_mean, should_skip_update_fn, accumulator_dtype)
+        theirs = optax_MultiSteps(opt, every_k_schedule, *how)
+        schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
+
+        def full_step(
+            grads: Grads,
+            state: Any,
+            params: Params,
+            extra_args: dict[str, Any],
+            *,
+            is_skipped: Any = None,
+            norms: bool = False,
+        ) -> FullResult:
+            _check_state("MultiSteps", optax.MultiStepsState, state)
+            trees.check_same_shapes(grads, state.acc_grads, name="grads", like_name="acc_grads")
+            ignored, skip_state = is_skipped, state.skip_state
+            if should_skip_update_fn is not None:
+                rejected, skip_state = should_skip_update_fn(grads, state.gradient_step, params)
+                skip_state = trees.keep_if(is_skipped, state.skip_state, skip_state)
+                ignored = rejected if is_skipped is None else is_skipped | rejected
+            n, k = state.mini_step, schedule(state.gradient_step)
+            is_last = n == k - 1
+
+            def added(grad: Any, acc: Any) -> Any:
+                new = acc + (grad - acc) / (n + 1) if use_grad_mean else grad + acc
+                return new.astype(acc.dtype)
+
+            sums = trees.keep_if(
+                ignored, state.acc_grads, jax.tree.map(added, grads, state.acc_grads)
+            )
+            emits = is_last if ignored is None else is_last & ~ignored
+            result = inner(
+                jax.tree.map(lambda x, grad: x.astype(grad.dtype), sums, grads),
+                state.inner_opt_state,
+                params,
+                extra_args,
+                is_skipped=~emits,
+                norms=norms,
+            )
+            # Zeros are written when the kernel has read the sums: no second array is needed.
+            params, sums = lax.optimization_barrier((result.params, sums))
+            next_n = trees.keep_if(ignored, n, optax.safe_increment(n) % k)
+            new = optax.MultiStepsState(
+                mini_step=next_n.astype(n.dtype),
+                gradient_step=jnp.where(
+                    emits, optax.safe_increment(state.gradient_step), state.gradient_step
+                ),
+                inner_opt_state=result.state,
+                acc_grads=jax.tree.map(lambda x: jnp.where(emits, jnp.zeros_like(x), x), sums),
+                skip_state=skip_state,
+            )
+            return FullResult(params, new, result.norms)
+
+        self = super().__new__(cls, theirs.init, theirs.update, _step_of(full_step))
+        self.full_step, self.inner_opt = full_step, opt
+        return self
+
+    def has_updated(self, state: optax.MultiStepsState) -> Any:
+        """Whether the last call stepped."""
+        return (state.mini_step == 0) & (state.gradient_step > 0)
+
+    def gradient_transformation(self) -> MultiSteps:
+        """Returns itself: unlike optax's, it is a transformation."""
+        return self
+
+
+def apply_if_finite(
+    inner: optax.GradientTransformation, max_consecutive_errors: int
+) -> FusedTransformation:
+    """``optax.apply_if_finite`` with a ``step``: a step with a non-finite gradient is skipped.
+
+    Args:
+      inner: ``fused_adamw``, ``fused_adam``, or a ``chain`` or ``inject_hyperparams`` of them.
+      max_consecutive_errors: After so many skipped steps in a row, non-finite gradients are used.
+
+    Returns:
+      A ``FusedTransformation`` with optax's state.
+
+    Raises:
+      PolicyError: ``inner`` has no fused step.
+
+    Example:
+      >>> import jax.numpy as jnp, jdistadam as jda
+      >>> tx = jda.apply_if_finite(jda.fused_adamw(1e-2), max_consecutive_errors=3)
+      >>> params = {"w": jnp.ones(3)}
+      >>> params, state = tx.step({"w": jnp.full(3, jnp.nan)}, tx.init(params), params)
+      >>> float(params["w"][0]), int(state.total_notfinite)
+      (1.0, 1)
+    """
+    step = full_step_of(inner, "apply_if_finite")
+    theirs = optax_apply_if_finite(inner, max_consecutive_errors)
+
+    def full_step(
+        grads: Grads,
+        state: Any,
+        params: Params,
+        extra_args: dict[str, Any],
+        *,
+        is_skipped: Any = None,
+        norms: bool = False,
+    ) -> FullResult:
+        _check_state("apply_if_finite", optax.ApplyIfFiniteState, state)
+        zero = jnp.zeros((), jnp.int32)
+        finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
+        is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool_)
+        in_a_row = jnp.where(is_finite, zero, optax.safe_increment(state.notfinite_count))
+        rejected = ~is_finite & (in_a_row <= max_consecutive_errors)
+        result = step(
+            grads,
+            state.inner_state,
+            params,
+            extra_args,
+            is_skipped=rejected if is_skipped is None else rejected | is_skipped,
+            norms=norms,
+        )
+        total = optax.safe_increment(state.total_notfinite)
+        new = optax.ApplyIfFiniteState(
+            notfinite_count=in_a_row,
+            last_finite=is_finite,
+            total_notfinite=jnp.where(is_finite, state.total_notfinite, total),
+            inner_state=None,
+        )
+        new = trees.keep_if(is_skipped, state._replace(inner_state=None), new)
+        return result._replace(state=new._replace(inner_state=result.state))
+
+    tx = FusedTransformation(theirs.init, theirs.update, _step_of(full_step))
+    tx.full_step = full_step
+    return tx
+
+
+def _step_of(full_step: FullStep) -> Any:
+    def step(
+        grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
+        new, state, _ = full_step(grads, state, params, extra_args)
+        return new, state
+
+    return step
+
+
+def _check_state(wrapper: str, expected: type, state: Any) -> None:
+    """Raises TreeError for the state of another optimizer."""
+    if not isinstance(state, expected):
+        raise TreeError(
+            f"opt_state: not a state of {wrapper}: got {type(state).__name__}, expected "
+            f"{expected.__name__}. Make it with init(params) of this optimizer."
+        )

@@ -1,0 +1,265 @@
+"""jda.MultiSteps and jda.apply_if_finite: optax's wrappers, with the fused step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdistadam as jda
+from support.bits import assert_trees_same_bits
+from support.trees import HYPER, random_tree
+
+MADE = {
+    "fused_adamw": lambda: jda.fused_adamw(**HYPER),
+    "fused_adam": lambda: jda.fused_adam(2e-2, l2=0.1),
+    "bfloat16": lambda: jda.fused_adamw(**HYPER),
+    "schedules": lambda: jda.fused_adamw(
+        optax.linear_schedule(0.1, 0.01, 3), weight_decay=optax.linear_schedule(0.2, 0.0, 5)
+    ),
+    "chain": lambda: jda.chain(
+        optax.clip_by_global_norm(0.5), optax.ema(0.9), jda.fused_adamw(**HYPER)
+    ),
+    "parts": lambda: jda.chain(jda.scale_by_adam(), jda.scale_by_learning_rate(0.1)),
+    "inject_hyperparams": lambda: jda.inject_hyperparams(jda.fused_adamw)(
+        optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1
+    ),
+    "groups": lambda: jda.fused_adamw(
+        **HYPER,
+        param_labels=lambda params: {k: "ab"[i % 2] for i, k in enumerate(sorted(params))},
+        groups={"a": {"frozen": True}, "b": {"lr_scale": 0.5}},
+    ),
+    "quantized": lambda: jda.fused_adamw(
+        **HYPER, mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=3
+    ),
+    "main parameters": lambda: jda.fused_adamw(**HYPER, main_params_dtype=jnp.float32),
+    "remainders": lambda: jda.fused_adamw(**HYPER, main_params_dtype="remainder16"),
+}
+BFLOAT16 = ("bfloat16", "main parameters", "remainders")
+
+
+def params_of(case, rng):
+    """Leaves of every size."""
+    dtype = jnp.bfloat16 if case in BFLOAT16 else jnp.float32
+    params = jax.tree.map(lambda x: x.astype(dtype), dict(random_tree(rng)))
+    params["large"] = jnp.asarray(rng.normal(size=(64, 96)), dtype)
+    return params
+
+
+def grads_like(params, rng):
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+
+
+@jax.jit
+def mean_with(acc, grads, n):
+    """The mean of n gradients and one more, as optax computes it."""
+    return jax.tree.map(lambda a, g: a + (g - a) / (n + 1), acc, grads)
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_a_step_on_accumulated_gradients_and_nothing_in_between(case):
+    """Twelve calls with k = 3: by hand, the optimizer's own step on the mean of three."""
+    rng = np.random.default_rng(0)
+    inner = MADE[case]()
+    tx = jda.MultiSteps(inner, 3)
+    params = by_hand = params_of(case, rng)
+    state, inner_state = tx.init(params), inner.init(params)
+    assert_trees_same_bits(state, optax.MultiSteps(inner, 3).init(params))
+    step, inner_step = jax.jit(tx.step), jax.jit(inner.step)
+    for i in range(4):
+        acc = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), params)
+        for n in range(3):
+            grads, before = grads_like(params, rng), (params, state.inner_opt_state)
+            acc = mean_with(acc, grads, jnp.int32(n))
+            params, state = step(grads, state, params)
+            assert bool(tx.has_updated(state)) == (n == 2)
+            if n < 2:
+                assert_trees_same_bits((params, state.inner_opt_state), before)
+                assert_trees_same_bits(state.acc_grads, acc)
+        mean = jax.tree.map(lambda a, g: a.astype(g.dtype), acc, grads)
+        by_hand, inner_state = inner_step(mean, inner_state, by_hand)
+        assert_trees_same_bits((params, state.inner_opt_state), (by_hand, inner_state))
+        assert (int(state.mini_step), int(state.gradient_step)) == (0, i + 1)
+        assert all(not x.any() for x in jax.tree.leaves(state.acc_grads))
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_every_call_equals_update_of_optax(mean):
+    """With float32 leaves, a varying k and calls that are rejected: the same parameters, state."""
+
+    def skip(updates, gradient_step, params):
+        del gradient_step, params
+        first = jax.tree.leaves(updates)[0].reshape(-1)[0]
+        return first > 0.8, {"first": first}
+
+    def k_of(step):
+        return jnp.where(step < 2, 2, 3)
+
+    rng = np.random.default_rng(1)
+    made = MADE["chain"]()
+    ours = jda.MultiSteps(made, k_of, mean, skip)
+    theirs = optax.MultiSteps(made, k_of, mean, skip)
+    params = their_params = random_tree(rng)
+    state, their_state = ours.init(params), theirs.init(params)
+
+    @jax.jit
+    def their_step(grads, state, params):
+        updates, state = theirs.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step, rejected = jax.jit(ours.step), 0
+    for _ in range(12):
+        grads = random_tree(rng)
+        rejected += int(jax.tree.leaves(grads)[0].reshape(-1)[0] > 0.8)
+        params, state = step(grads, state, params)
+        their_params, their_state = their_step(grads, their_state, their_params)
+        assert_trees_same_bits(params, their_params)
+        zeros_without_sign = jax.tree.map(
+            lambda x: x + 0 if x.dtype == jnp.float32 else x, their_state
+        )
+        assert_trees_same_bits(state, zeros_without_sign)
+    assert 0 < rejected < 12 and int(state.gradient_step) >= 3
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_steps_with_non_finite_gradients_are_skipped_until_there_are_too_many(case):
+    rng = np.random.default_rng(2)
+    inner = MADE[case]()
+    tx = jda.apply_if_finite(inner, 2)
+    params = params_of(case, rng)
+    state = tx.init(params)
+    assert_trees_same_bits(state, optax.apply_if_finite(inner, 2).init(params))
+    step = jax.jit(tx.step)
+    for bad in (False, True, True, False):
+        grads = grads_like(params, rng)
+        if bad:
+            grads["large"] = grads["large"].at[3, 5].set(jnp.nan)
+        before = params, state.inner_state
+        want = before if bad else jax.jit(inner.step)(grads, state.inner_state, params)
+        params, state = step(grads, state, params)
+        assert_trees_same_bits((params, state.inner_state), want)
+        assert bool(state.last_finite) != bad
+    assert int(state.total_notfinite) == 2 and int(state.notfinite_count) == 0
+    for i in range(3):
+        grads = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), grads)
+        before, (params, state) = params, step(grads, state, params)
+        is_as_before = all(
+            np.array_equal(*pair, equal_nan=False)
+            for pair in zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True)
+        )
+        assert is_as_before == (i < 2)
+
+
+def test_wrappers_in_each_other_keep_all_states_of_a_skipped_call():
+    """apply_if_finite around MultiSteps: a bad call counts nowhere. The other way: a bad mean."""
+    rng = np.random.default_rng(3)
+    params = random_tree(rng)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
+    outer = jda.apply_if_finite(jda.MultiSteps(jda.fused_adamw(**HYPER), 2), 5)
+    state = outer.init(params)
+    good = random_tree(rng)
+    _, once = outer.step(good, state, params)
+    same, skipped = outer.step(bad, once, params)
+    assert_trees_same_bits((same, skipped.inner_state), (params, once.inner_state))
+    new, last = outer.step(good, skipped, params)
+    assert int(last.inner_state.gradient_step) == 1
+    assert not np.array_equal(jax.tree.leaves(new)[0], jax.tree.leaves(params)[0])
+
+    inner = jda.MultiSteps(jda.apply_if_finite(jda.fused_adamw(**HYPER), 5), 2)
+    state = inner.init(params)
+    same, state = inner.step(bad, state, params)
+    assert int(state.inner_opt_state.total_notfinite) == 0  # not asked yet
+    same, state = inner.step(good, state, same)
+    assert_trees_same_bits(same, params)
+    assert int(state.inner_opt_state.total_notfinite) == 1
+
+
+def test_the_compiled_step_has_one_kernel_call_and_no_second_accumulator():
+    """Params, moments and sums are donated: temporary memory is below one of them."""
+    params = {"w": jnp.ones((512, 512))}
+    tx = jda.MultiSteps(jda.fused_adamw(**HYPER), 4)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        return tx.step(grads, state, params)
+
+    compiled = step.lower(params, tx.init(params), params).compile()
+    assert compiled.as_text().count('custom_call_target="jdistadam_adam"') == 1
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < params["w"].nbytes
+    assert memory.alias_size_in_bytes >= 4 * params["w"].nbytes
+
+
+def test_a_sharded_state_stays_where_it_is(cpu_mesh):
+    mesh = cpu_mesh(8)
+    rng = np.random.default_rng(4)
+    params = {"w": jnp.asarray(rng.normal(size=(16, 24)), jnp.float32)}
+    tx = jda.MultiSteps(jda.fused_adamw(**HYPER), 2)
+    state = tx.init(params)
+    want = params, state
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    state = jax.device_put(state, jda.state_shardings(state, params, mesh))
+    assert state.acc_grads["w"].sharding.spec == P("data", None)
+    for _ in range(4):
+        grads = {"w": jnp.asarray(rng.normal(size=(16, 24)), jnp.float32)}
+        want = jax.jit(tx.step)(grads, want[1], want[0])
+        params, state = jax.jit(tx.step)(grads, state, params)
+        assert state.acc_grads["w"].sharding.spec[0] == "data"
+        assert state.inner_opt_state[0].mu["w"].sharding.spec[0] == "data"
+    assert_trees_same_bits((params, state), want)
+
+
+def test_flax_and_nnx_call_the_step():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = jda.flax.Optimizer(model, jda.MultiSteps(jda.fused_adamw(0.1), 2), wrt=nnx.Param)
+    before = np.asarray(model.kernel[...])
+    for i in range(2):
+        optimizer.update(model, nnx.grad(lambda model: model(jnp.ones(2)).sum())(model))
+        assert np.array_equal(before, model.kernel[...]) == (i == 0)
+    params = {"w": jnp.ones(3)}
+    tx = jda.apply_if_finite(jda.fused_adamw(0.1), 2)
+    ours = jda.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+    theirs = TrainState.create(apply_fn=None, params=params, tx=tx)
+    for grad in (1.0, jnp.nan, 2.0):
+        grads = {"w": jnp.full(3, grad)}
+        ours, theirs = (x.apply_gradients(grads=grads) for x in (ours, theirs))
+        assert_trees_same_bits(ours.params, theirs.params)
+        assert_trees_same_bits(ours.opt_state, theirs.opt_state)
+
+
+def test_optimizers_without_a_fused_step_raise(cpu_mesh):
+    distributed = jda.distributed(jda.fused_adamw(1e-3), mesh=cpu_mesh(2))
+    replaced = jda.fused_adamw(1e-3)._replace(step=lambda g, s, p: (p, s))
+    for tx, said in (
+        (optax.adamw(1e-3), "Write jda.chain"),
+        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "Wrap"),
+        (replaced, "functions that were replaced"),
+        (distributed, "accumulate_steps="),
+    ):
+        for wrap in (jda.MultiSteps, jda.apply_if_finite):
+            with pytest.raises(jda.PolicyError, match=said):
+                wrap(tx, 2)
+
+
+def test_states_of_other_optimizers_raise():
+    params = {"w": jnp.ones(3)}
+    inner = jda.fused_adamw(1e-3)
+    for tx in (jda.MultiSteps(inner, 2), jda.apply_if_finite(inner, 2)):
+        with pytest.raises(jda.TreeError, match="not a state of"):
+            tx.step(params, inner.init(params), params)
+
+
+def test_one_decision_for_all_members():
+    """Shared counts work under vmap; a decision of each member's own raises."""
+    tx = jda.MultiSteps(jda.fused_adamw(**HYPER), 2)
+    rng = np.random.default_rng(5)
+    params = {"w": jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)}
+    state = jax.vmap(tx.init)(params)
+    with pytest.raises(jda.PolicyError, match="same decision for all"):
+        jax.vmap(tx.step)(params, state, params)
