@@ -6,7 +6,8 @@
 Float32 parameters, a model in bfloat16 that scans its layers, 8 sequences in a call. Each group is
 one thing that trainers do: accumulate over four calls, skip steps with non-finite gradients, log
 the norms of gradients, parameters and updates. A row is one way to do it. "step" calls the fused
-step, "update" the same optimizer's update and ``optax.apply_updates``, "optax" those of
+step, "16-bit gradients" the same with gradients of the parameters after their cast to bfloat16,
+"update" the same optimizer's update and ``optax.apply_updates``, "optax" those of
 ``optax.adamw``. The rows of all groups are timed in turn, one state in memory at a time; times are
 medians of the rounds, per call. Each row's parameters after eight calls are compared with those of
 the group's "optax" as step_bench/check.py does.
@@ -62,33 +63,39 @@ def with_norms_of_kernel(tx, grads, state, params):
 
 
 def rows():
-    """Name: (transformation, how to call it)."""
+    """Name: (transformation, how to call it, dtype of the parameters that are differentiated)."""
     ours, theirs = (tx(CHECKED_LEARNING_RATE, **HYPER) for tx in (jda.fused_adamw, optax.adamw))
+    wide, narrow = jnp.float32, jnp.bfloat16
     return {
-        "plain/optax": (theirs, of_optax),
-        "plain/step": (ours, of_step),
-        "MultiSteps/optax": (optax.MultiSteps(theirs, CALLS), of_optax),
-        "MultiSteps/update": (optax.MultiSteps(ours, CALLS), of_optax),
-        "MultiSteps/step": (jda.MultiSteps(ours, CALLS), of_step),
-        "apply_if_finite/optax": (optax.apply_if_finite(theirs, 3), of_optax),
-        "apply_if_finite/update": (optax.apply_if_finite(ours, 3), of_optax),
-        "apply_if_finite/step": (jda.apply_if_finite(ours, 3), of_step),
-        "norms/optax": (theirs, with_norms_of_optax),
-        "norms/update": (ours, with_norms_of_optax),
-        "norms/step_with_updates": (ours, with_norms_of_updates),
-        "norms/step_with_norms": (ours, with_norms_of_kernel),
-    }  # fmt: skip
+        "plain/optax": (theirs, of_optax, wide),
+        "plain/optax, 16-bit gradients": (theirs, of_optax, narrow),
+        "plain/step": (ours, of_step, wide),
+        "plain/step, 16-bit gradients": (ours, of_step, narrow),
+        "MultiSteps/optax": (optax.MultiSteps(theirs, CALLS), of_optax, wide),
+        "MultiSteps/update": (optax.MultiSteps(ours, CALLS), of_optax, wide),
+        "MultiSteps/step": (jda.MultiSteps(ours, CALLS), of_step, wide),
+        "apply_if_finite/optax": (optax.apply_if_finite(theirs, 3), of_optax, wide),
+        "apply_if_finite/update": (optax.apply_if_finite(ours, 3), of_optax, wide),
+        "apply_if_finite/step": (jda.apply_if_finite(ours, 3), of_step, wide),
+        "apply_if_finite/step, 16-bit gradients": (jda.apply_if_finite(ours, 3), of_step, narrow),
+        "norms/optax": (theirs, with_norms_of_optax, wide),
+        "norms/update": (ours, with_norms_of_optax, wide),
+        "norms/step_with_updates": (ours, with_norms_of_updates, wide),
+        "norms/step_with_norms": (ours, with_norms_of_kernel, wide),
+        "norms/step_with_norms, 16-bit gradients": (ours, with_norms_of_kernel, narrow),
+    }
 
 
 class Row:
     """A way to train, compiled."""
 
     def __init__(self, name, made, loss, shapes, tokens):
-        (self.tx, call), self.name = made, name
+        (self.tx, call, dtype), self.name = made, name
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, tokens):
-            value, grads = jax.value_and_grad(lambda p: loss(bfloat16(p), tokens))(params)
+            cast = jax.tree.map(lambda x: x.astype(dtype), params)
+            value, grads = jax.value_and_grad(lambda p: loss(bfloat16(p), tokens))(cast)
             params, state, norms = call(self.tx, grads, state, params)
             return params, state, value, norms
 
@@ -168,7 +175,7 @@ def main():
             "agrees": bool(max(distances) <= bound),
         }
         print(
-            f"{row.name:26} {row.record['ms']:8.2f} ms  {row.record['ratio_to_optax']:.3f} of "
+            f"{row.name:40} {row.record['ms']:8.2f} ms  {row.record['ratio_to_optax']:.3f} of "
             f"optax  temporary {row.record['temporary_bytes'] / 1e9:6.2f} GB  "
             f"off by {row.record['distance']:.4f} of {bound:.4f}  {row.record['norms']}"
         )

@@ -23,9 +23,7 @@ MADE = {
     "schedules": lambda: jda.fused_adamw(
         optax.linear_schedule(0.1, 0.01, 3), weight_decay=optax.linear_schedule(0.2, 0.0, 5)
     ),
-    "chain": lambda: jda.chain(
-        optax.clip_by_global_norm(0.5), optax.ema(0.9), jda.fused_adamw(**HYPER)
-    ),
+    "chain": lambda: jda.chain(optax.clip(0.5), optax.ema(0.9), jda.fused_adamw(**HYPER)),
     "parts": lambda: jda.chain(jda.scale_by_adam(), jda.scale_by_learning_rate(0.1)),
     "inject_hyperparams": lambda: jda.inject_hyperparams(jda.fused_adamw)(
         optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1
