@@ -180,6 +180,29 @@ def sharded_state() -> str:
     return markdown.table(columns, table)
 
 
+def wrappers() -> str:
+    """One line for each wrapper of bench_wrappers.json; a column for each way to call it."""
+    rows = {row["name"]: row for row in _results("bench_wrappers/h100/default")["rows"]}
+    ways = ("optax", "update", "step", "step_with_norms", "step, 16-bit gradients")
+    ways += ("step_with_norms, 16-bit gradients",)
+    names = {
+        "plain": "no wrapper",
+        "MultiSteps": "`MultiSteps`, every 4 calls",
+        "apply_if_finite": "`apply_if_finite`",
+        "norms": "three norms",
+    }
+    table = []
+    for group, name in names.items():
+        cells = {"optax": "", "update": "", "step": "", "16-bit": ""}
+        for way in ways:
+            if row := rows.get(f"{group}/{way}"):
+                column = next(x for x in ("16-bit", *cells) if x in way)
+                cells[column] = f"{row['ms']:.1f} ms, {row['temporary_bytes'] / 1e9:.1f} GB"
+        table.append((name, *(x or "-" for x in cells.values())))
+    columns = ("time, temporary memory", "`optax.adamw`", "`fused_adamw`, `update`", "`step`")
+    return markdown.table((*columns, "`step`, gradients in 16 bits"), table)
+
+
 def norms() -> str:
     """One line for each option of norms.json."""
     names = (

@@ -136,11 +136,22 @@ class MultiSteps(FusedTransformation):
         return self
 
     def has_updated(self, state: optax.MultiStepsState) -> Any:
-        """Whether the last call stepped."""
+        """Tells whether the last call stepped.
+
+        Args:
+          state: The state after it.
+
+        Returns:
+          A bool on the device.
+        """
         return (state.mini_step == 0) & (state.gradient_step > 0)
 
     def gradient_transformation(self) -> MultiSteps:
-        """Returns itself: unlike optax's, it is a transformation."""
+        """Does nothing: unlike optax's, this is a transformation.
+
+        Returns:
+          Itself.
+        """
         return self
 
 

@@ -83,9 +83,11 @@ def sent_elements(config: DistributedConfig, layout: Layout) -> int:
     return len(KINDS) * len(groups)
 
 
-def asked_of(layout: Layout, buckets: Sequence[Bucket], state_axes: tuple[str, ...]) -> Asked:
-    """Returns the request of a kernel call for buckets: a sum for each of their leaves."""
-    index = collectives.axis_index(state_axes)
+def asked_of(config: DistributedConfig, layout: Layout, buckets: Sequence[Bucket]) -> Asked | None:
+    """Returns the request of a kernel call for buckets, if any: a sum for each of their leaves."""
+    if config.norms is None:
+        return None
+    index = collectives.axis_index(config.parallel.state_axes)
     fine = tuple(holds_several(bucket) for bucket in buckets)
     segments, first = [], 0
     for bucket, is_fine in zip(buckets, fine, strict=True):

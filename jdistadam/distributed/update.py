@@ -204,9 +204,7 @@ def update_shards(
         is_any = config.algorithm.storage.is_any
         if is_any:
             call = quantized_call(config, layout, pieces, spec, scalars, state, call[2])
-        asked = None
-        if config.norms is not None:
-            asked = asked_of(layout, buckets, config.parallel.state_axes)
+        asked = asked_of(config, layout, buckets)
         step: Any = quantized_adam.adam if is_any else adam
         results = step(*call, asked)
         if asked is not None:

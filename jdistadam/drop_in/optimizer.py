@@ -345,16 +345,18 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     ) -> FullResult:
         del extra_args
         result = run("step", grads, state, params, is_skipped=is_skipped, norms=norms)
-        found = None
-        if norms:
-            pairs = zip(KINDS, jnp.sqrt(result.squares), strict=True)
-            found = {f"{kind}_norm": x for kind, x in pairs}
-        return FullResult(result.out, result.state, found)
+        return FullResult(result.out, result.state, _norms(result.squares) if norms else None)
 
     tx = FusedTransformation(init, update, step)
     tx.full_step = full_step
     tx.algorithm = algorithm
     return tx
+
+
+def _norms(squares: jax.Array) -> dict[str, jax.Array]:
+    """The norms of sums of squares, by name."""
+    pairs = zip(KINDS, jnp.sqrt(squares), strict=True)
+    return {f"{kind}_norm": x for kind, x in pairs}
 
 
 def _mu_dtype(given: Any) -> Any:
