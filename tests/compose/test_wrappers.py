@@ -42,6 +42,19 @@ MADE = {
 BFLOAT16 = ("bfloat16", "main parameters", "remainders")
 
 
+def test_leaves_that_optax_steps_are_kept_too():
+    """Integers, whose first moments become floats in the first step, skipped or not."""
+    tx = jda.MultiSteps(jda.fused_adamw(**HYPER), 2)
+    params = {"whole": jnp.asarray([5, -7])}
+    state, grads = tx.init(params), {"whole": jnp.asarray([2.0, 3.0])}
+    for n in range(4):
+        new, state = tx.step(grads, state, params)
+        is_kept = np.array_equal(new["whole"], params["whole"])
+        assert is_kept == (n % 2 == 0) or n == 3
+        assert np.array_equal(state.inner_opt_state[0].mu["whole"] == 0, [n == 0] * 2)
+        params = new
+
+
 def params_of(case, rng):
     """Leaves of every size."""
     dtype = jnp.bfloat16 if case in BFLOAT16 else jnp.float32
@@ -159,7 +172,13 @@ def test_wrappers_in_each_other_keep_all_states_of_a_skipped_call():
     rng = np.random.default_rng(3)
     params = random_tree(rng)
     bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), params)
-    outer = jda.apply_if_finite(jda.MultiSteps(jda.fused_adamw(**HYPER), 2), 5)
+
+    def first_element(updates, gradient_step, params):
+        del gradient_step, params
+        return jnp.bool_(False), jax.tree.leaves(updates)[0].reshape(-1)[0]
+
+    inner = jda.MultiSteps(jda.fused_adamw(**HYPER), 2, should_skip_update_fn=first_element)
+    outer = jda.apply_if_finite(inner, 5)
     state = outer.init(params)
     good = random_tree(rng)
     _, once = outer.step(good, state, params)
