@@ -91,9 +91,13 @@ def placed(mesh, tree, specs):
     return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
 
+def distributed_adamw(param_labels=None, groups=None, **kwargs):
+    adamw = jda.fused_adamw(1e-3, param_labels=param_labels, groups=groups)
+    return jda.distributed(adamw, **kwargs)
+
+
 def train_program(mesh, outer, dtype, policy, *, steps=1, loss=loss_fn, params=None, **kwargs):
-    tx = jda.distributed_fused_adamw(
-        1e-3,
+    tx = distributed_adamw(
         mesh=mesh,
         replica_axis="replica" if "replica" in mesh.axis_names else None,
         outer_sharding_strategy=outer,
@@ -129,8 +133,8 @@ def bound(tx, params):
 
 def own_program(mesh, strategy, dtype, policy):
     """A step in the user's own shard_map."""
-    tx = jda.distributed_fused_adamw(
-        1e-3, mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
+    tx = distributed_adamw(
+        mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
     )
     params = params_of(dtype)
     tx = bound(tx, params)
@@ -152,8 +156,8 @@ def own_program(mesh, strategy, dtype, policy):
 
 
 def init_program(mesh, strategy, dtype, policy):
-    tx = jda.distributed_fused_adamw(
-        1e-3, mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
+    tx = distributed_adamw(
+        mesh=mesh, sharding_strategy=strategy, policy=jda.MixedPrecisionPolicy(**policy)
     )
     params = params_of(dtype)
     tx = bound(tx, params)

@@ -49,14 +49,14 @@ def make_cases(tree, num_devices):
         return call
 
     def whole_step():
-        tx = jda.distributed_fused_adamw(1e-4, mesh=mesh, max_grad_norm=1.0)
+        tx = jda.distributed(jda.fused_adamw(1e-4), mesh=mesh, max_grad_norm=1.0)
         loss = lambda p, x: sum(jnp.sum(v.astype(jnp.float32)) for v in p.values()) * jnp.mean(x)  # noqa: E731
         step = jda.train_step(loss, tx)
         batch = jda.shard_batch(jnp.ones(num_devices), tx)
         return stepper(lambda state: (step(state, batch)[0],), jda.TrainState.create(params, tx))
 
     def own_step():
-        tx = jda.distributed_fused_adamw(1e-4, mesh=mesh, max_grad_norm=1.0)
+        tx = jda.distributed(jda.fused_adamw(1e-4), mesh=mesh, max_grad_norm=1.0)
         grads = copy(params)
         specs = (P(), tx.state_specs())
         # Revisions before 0a0eaae compared the layout at each step unless they were told not to.

@@ -28,11 +28,7 @@ from jdistadam.distributed.gather_params import (
     remat_policy,
     stored_params,
 )
-from jdistadam.distributed.optimizer import (
-    distributed,
-    distributed_fused_adam,
-    distributed_fused_adamw,
-)
+from jdistadam.distributed.optimizer import distributed
 from jdistadam.distributed.shard import Shard
 from jdistadam.distributed.state import DistributedState, scale_loss
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -93,8 +89,6 @@ __all__ = [  # noqa: RUF022 - by task
     "decoded",
     # Several devices: sharded state, explicit collectives.
     "distributed",
-    "distributed_fused_adam",
-    "distributed_fused_adamw",
     "DistributedTransformation",
     "DistributedState",
     "MixedPrecisionPolicy",

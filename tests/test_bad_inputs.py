@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam import errors
+from support.optimizers import distributed_adamw
 
 BF16 = jnp.bfloat16
 PARAMS = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -70,7 +71,7 @@ def mesh24():
 
 
 def make_tx(*args, **kwargs):
-    return jda.distributed_fused_adamw(*(args or (1e-2,)), **{"mesh": mesh()} | kwargs)
+    return distributed_adamw(*(args or (1e-2,)), **{"mesh": mesh()} | kwargs)
 
 
 @functools.cache
@@ -722,7 +723,7 @@ CALLS = [
     ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"fused_adamw\(\) got an unexpected keyword argument 'betas'"),
     ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'"),
     ("a dtype of the optimizer in the policy", lambda: jda.MixedPrecisionPolicy(mu_dtype=BF16), r"unexpected keyword argument 'mu_dtype'"),
-    ("a mesh by position", lambda: jda.distributed_fused_adamw(1e-3, mesh()), r"distributed_fused_adamw\(\) missing 1 required keyword-only argument: 'mesh'"),
+    ("an optimizer without a mesh", lambda: jda.distributed(jda.fused_adamw(1e-3)), r"distributed\(\) missing 1 required keyword-only argument: 'mesh'"),
     ("an unknown dtype of a policy", lambda: policy(params_dtype=jnp.float32), r"__init__\(\) got an unexpected keyword argument 'params_dtype'"),
     ("an unknown number of a loss scale", lambda: jda.DynamicLossScale(growth=2), r"__init__\(\) got an unexpected keyword argument 'growth'"),
     ("a state without an optimizer", lambda: jda.TrainState.create(PARAMS), r"create\(\) missing 1 required positional argument: 'tx'"),

@@ -19,6 +19,7 @@ IS_DEFECTIVE = jax.__version_info__[:2] == (0, 11)
 TWO_DEVICES = """
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from support.optimizers import distributed_adamw
 mesh = jax.make_mesh((2,), ("data",))
 """
 
@@ -50,7 +51,7 @@ def test_train_step_takes_zero_size_leaves_on_every_jax():
     """In a process of its own: without the workaround this one would end, too."""
     done = run_on_two_devices("""
 import jdistadam as jda
-tx = jda.distributed_fused_adamw(0.5, mesh=mesh)
+tx = distributed_adamw(0.5, mesh=mesh)
 state = jda.TrainState.create({"w": jnp.ones(3), "empty": jnp.zeros((0, 3))}, tx)
 step = jda.train_step(lambda p, x: jnp.sum(p["w"]) * jnp.mean(x) + jnp.sum(p["empty"]), tx)
 state, _ = step(state, jnp.ones((2, 1)))

@@ -96,15 +96,6 @@ class DataParallel:
         return self.shards_params and self.reshard_after_forward
 
     @property
-    def sums_layers_in_loops(self) -> bool:
-        """Whether gradients of stacked layers are summed in the loop of the backward pass.
-
-        Not over tensor axes: [Note: model axes] needs a nested region for each sum, which the loop
-        does not enter. Without it, the shards are those of unsplit layers, in another order.
-        """
-        return self.shards_grads and not self.tensor_axes
-
-    @property
     def shards_grads(self) -> bool:
         """Whether every micro-batch is reduced immediately, and only shards are accumulated."""
         return self.strategy == "optim_grads" or self.gathers_layers

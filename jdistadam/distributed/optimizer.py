@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +46,6 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult
 from jdistadam.distributed.step import init_local, step_local
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.optimizer import fused_adam, fused_adamw
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
 
@@ -368,35 +366,3 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         ema=None if config.ema_decay is None else parts(flat),
         guard=None if config.norm_guard is None else guard,
     )
-
-
-def _as_one_call(
-    make: Callable[..., FusedTransformation], summary: str
-) -> Callable[..., DistributedTransformation]:
-    """``distributed`` around an optimizer, as one function with the arguments of both."""
-    own = list(inspect.signature(make).parameters.values())
-    of_wrapper = list(inspect.signature(distributed).parameters.values())[1:]
-    names = {parameter.name for parameter in of_wrapper}
-
-    def made(*args: Any, **kwargs: Any) -> DistributedTransformation:
-        options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-        if "mesh" not in options:
-            raise TypeError(f"{made.__name__}() missing 1 required keyword-only argument: 'mesh'")
-        return distributed(make(*args, **kwargs), **options)
-
-    made.__name__ = made.__qualname__ = f"distributed_{make.__name__}"
-    made.__doc__ = f"""{summary}
-
-    Calls ``jda.distributed(jda.{make.__name__}(...), mesh=mesh)``, which replaces it: a later
-    version removes it. It takes the arguments of both functions; only those of
-    ``{make.__name__}`` can be positional.
-
-    Returns:
-      The distributed optimizer that ``distributed`` returns.
-    """
-    made.__signature__ = inspect.Signature(own + of_wrapper)  # type: ignore[attr-defined]
-    return made
-
-
-distributed_fused_adamw = _as_one_call(fused_adamw, "AdamW with its state sharded over a mesh.")
-distributed_fused_adam = _as_one_call(fused_adam, "Adam with its state sharded over a mesh.")

@@ -267,10 +267,6 @@ class _PhaseMaker:
         if bucket.num_layers is not None:
             times = num_layers * self.num_reductions
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
-        elif stacked and self.transport == "xla" and parallel.sums_layers_in_loops:
-            # [Note: sums of layers]
-            reduce = self.reduce_scatter(paths, whole_size // stacked, shard_axes, sent)
-            reduce = _repeated(reduce, "layer", stacked * self.num_reductions)
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
         elif self.sends_ahead and not (bucket.is_packed or stacked):

@@ -26,12 +26,11 @@ from jdistadam.distributed.gather_params import (
     local_params,
     weighting_shards,
 )
-from jdistadam.distributed.schedule import BucketSchedule
 from jdistadam.distributed.shard import is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
 from jdistadam.training.loss import LossFunction, LossOutput, leaves_not_finite, refuse_summed_loss
-from jdistadam.training.traced_gradients import differentiated, sums_in_loops, sums_of_layers
+from jdistadam.training.traced_gradients import with_order
 from jdistadam.training.train_state import TrainState
 
 
@@ -156,7 +155,6 @@ class _Gradient:
         self, i: Any, batch: Any, model_state: Any, *, is_in_loop: bool = False
     ) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
-        with_order = self.forward.tx.config.updates_early and not is_in_loop
         params = self.forward.params
         output = self.forward.output(i, batch, model_state)
 
@@ -171,10 +169,10 @@ class _Gradient:
             with weighting_shards(weight) as shards:
                 (_, out), grads = differentiate(params)
             out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
+        elif self.forward.tx.config.updates_early and not is_in_loop:
+            ((_, out), grads), order = with_order(differentiate, params)
         else:
-            ((_, out), grads), order = differentiated(
-                differentiate, params, self._sums_of_layers, with_order=with_order
-            )
+            (_, out), grads = differentiate(params)
         return _MicroBatch(
             out._replace(model_state=_like(model_state, out.model_state)),
             grads,
@@ -182,18 +180,6 @@ class _Gradient:
             is_weighted_in_gather,
             order,
         )
-
-    @property
-    def _sums_of_layers(self) -> dict[int, BucketSchedule]:
-        """How gradients of layers are summed in the loop that makes them, if possible."""
-        tx, is_weighted = self.forward.tx, self.forward.loss_fn.weighted
-        # Weights are known after the backward pass. Reports and chains need each device's own
-        # gradients.
-        needs_whole = is_weighted or self.report_nonfinite or tx.changes_grads
-        if needs_whole or not sums_in_loops(tx.config):
-            return {}
-        assert tx.bound is not None
-        return sums_of_layers(tx.bound)
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
         """Adds the gradients of a micro-batch with its weight."""

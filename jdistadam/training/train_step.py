@@ -49,7 +49,6 @@ from jdistadam.training.step_program import (
     flattened,
     with_numbers_as_arrays,
 )
-from jdistadam.training.traced_gradients import sums_in_loops
 from jdistadam.training.train_state import (
     TrainState,
     check_params_follow,
@@ -80,15 +79,6 @@ _PIPELINED = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
-# [Note: sums of layers] Separate sums each start as soon as the gradient is there. A merged one
-# would come at the end of the iteration; XLA moves it into the next and waits for it there at once.
-_SUMMED_IN_LOOPS = {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
-    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_enable_pipelined_reduce_scatter": False,  # its name in jaxlib 0.10
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-}
 
 
 def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, Any]:
@@ -100,8 +90,6 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
         wanted |= _BY_COPY_ENGINES
     if parallel.gathers_layers and config.stacked:
         wanted |= _PIPELINED
-    if sums_in_loops(config):
-        wanted |= _SUMMED_IN_LOOPS
     # A loop over micro-batches starts after all parameters have arrived.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
     apart = dict[str, Any]()

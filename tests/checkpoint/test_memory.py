@@ -12,6 +12,7 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.checkpoint import storage
+from support.optimizers import distributed_adamw
 
 pytestmark = [
     pytest.mark.slow,  # how arrays go in batches is in test_round_trips.py
@@ -66,7 +67,7 @@ def in_use():
 def make_state(num_leaves):
     """A state of large leaves: bfloat16 params that both devices have, main_params, mu and nu."""
     mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices("cpu")[:DEVICES])
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    tx = distributed_adamw(1e-3, mesh=mesh)
     shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(num_leaves)}
     rng = np.random.default_rng(0)
     params = {name: rng.standard_normal(x.shape, np.float32) for name, x in shapes.items()}

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.training.train_state import check_params_follow
 from support.bits import assert_trees_same_bits
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 BF16 = jnp.bfloat16
@@ -30,7 +31,7 @@ def test_shards_that_are_the_main_params_are_not_rounded(tmp_path, reshard):
     """param_comm_dtype rounds what is sent, not what devices hold."""
     policy = jda.MixedPrecisionPolicy(param_comm_dtype=BF16)
     options = dict(mesh=mesh_of(4), policy=policy, sharding_strategy="optim_grads_params")
-    tx = jda.distributed_fused_adamw(1e-2, reshard_after_forward=reshard, **options)
+    tx = distributed_adamw(1e-2, reshard_after_forward=reshard, **options)
     params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 24)}
     state, _ = jda.train_step(loss_fn, tx)(jda.TrainState.create(params, tx), jnp.ones(4))
     jda.save(tmp_path, state, tx)
@@ -62,7 +63,7 @@ def test_params_are_rounded_as_the_target_sends_them(
     """Not as the optimizer that saved did, of which the main parameters know nothing."""
     params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 7)}
     one, two = (
-        jda.distributed_fused_adamw(
+        distributed_adamw(
             1e-2, mesh=mesh_of(2), policy=jda.MixedPrecisionPolicy(param_comm_dtype=comm), **options
         )
         for options, comm in ((source, sent), (target, sent_then))
@@ -99,7 +100,7 @@ def test_schedules_and_empty_leaves_move_between_optimizers(tmp_path, options, d
         "empty": jnp.zeros((0, 4), dtype),
     }
     options = dict(learning_rate=1e-2) | options
-    tx = jda.distributed_fused_adamw(mesh=mesh_of(2), **options)
+    tx = distributed_adamw(mesh=mesh_of(2), **options)
     one = jda.fused_adamw(**options, main_params_dtype=None if dtype == jnp.float32 else "float32")
     new, opt_state = jax.jit(one.step)(params, one.init(params), params)
     jda.save(tmp_path / "one", first := {"params": new, "opt_state": opt_state})
@@ -117,7 +118,7 @@ def test_schedules_and_empty_leaves_move_between_optimizers(tmp_path, options, d
 def test_a_state_of_numpy_arrays_is_saved_and_converted(tmp_path, kind, moments):
     """As pickle leaves it."""
     given = dict(mu_dtype=moments, nu_dtype=moments)
-    tx = jda.distributed_fused_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh_of(2, kind), **given)
+    tx = distributed_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh_of(2, kind), **given)
     params = {"w": jnp.linspace(0, 1, 8192).reshape(64, 128)}
     state, _ = jda.train_step(loss_fn, tx)(
         jda.TrainState.create(params, tx), np.ones(2, np.float32)
@@ -130,7 +131,7 @@ def test_a_state_of_numpy_arrays_is_saved_and_converted(tmp_path, kind, moments)
 
 
 def test_a_tree_without_elements_moves_with_coded_moments():
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh_of(2), mu_dtype="block16")
+    tx = distributed_adamw(1e-3, mesh=mesh_of(2), mu_dtype="block16")
     state = jda.TrainState.create({"empty": jnp.zeros((2, 0))}, tx)
     moved = jda.from_optax_state(*jda.to_optax_state(state, tx)[:2], tx)
     assert_trees_same_bits(moved.opt_state, state.opt_state)
@@ -147,7 +148,7 @@ def test_dropout_depends_on_how_many_devices_share_the_batch(tmp_path, shape):
         return jnp.mean(x * mask) * jnp.sum(params["w"]), mask
 
     def make(mesh, **options):
-        tx = jda.distributed_fused_adamw(1e-2, mesh=mesh, **options)
+        tx = distributed_adamw(1e-2, mesh=mesh, **options)
         return tx, jda.train_step(loss_of, tx, has_aux=True)
 
     one, step = make(mesh_of(4))
@@ -171,7 +172,7 @@ def test_an_empty_leaf_that_a_model_axis_cuts_is_read_and_converted(tmp_path, ki
     """A program's result of that kind has whole parts on each device, and cannot be read."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=DEVICES[:4])
     specs = {"w": P(None, "model"), "empty": P(None, "model")}
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, param_specs=specs)
+    tx = distributed_adamw(1e-3, mesh=mesh, param_specs=specs)
     params = {"w": jnp.ones((8, 4)), "empty": jnp.zeros((0, 4))}
     state, shapes = jda.TrainState.create(params, tx), jda.TrainState.shapes(params, tx)
     jda.save(tmp_path, state, tx)
@@ -192,7 +193,7 @@ def test_an_empty_leaf_that_a_model_axis_cuts_is_read_and_converted(tmp_path, ki
 @pytest.mark.parametrize("main", ["float32", "remainder16"])
 def test_an_empty_leaf_is_placed_as_the_others(main):
     policy = jda.MixedPrecisionPolicy(main_params_dtype=main)
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh_of(2), policy=policy)
+    tx = distributed_adamw(1e-3, mesh=mesh_of(2), policy=policy)
     params = {"w": jnp.ones((4, 4)), "empty": jnp.zeros((0, 4))}
     state = jda.TrainState.create(params, tx, param_dtypes=BF16)
     shapes = jda.TrainState.shapes(params, tx, param_dtypes=BF16)

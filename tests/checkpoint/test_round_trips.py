@@ -16,6 +16,7 @@ import jdistadam as jda
 from jdistadam.checkpoint import storage
 from support.bits import assert_trees_same_bits
 from support.lookalike import BATCH, BF16, make_params, make_tx
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -299,7 +300,7 @@ def test_params_that_no_step_has_sent_yet_stay(tmp_path):
 @pytest.mark.slow
 def test_chains_and_injected_hyperparameters_are_restored(tmp_path):
     def make(n, learning_rate):
-        inner = jda.inject_hyperparams(jda.distributed_fused_adamw)(
+        inner = jda.inject_hyperparams(distributed_adamw)(
             learning_rate, mesh=mesh(n), weight_decay=0.1
         )
         return jda.chain(optax.scale(0.5), optax.scale_by_schedule(lambda c: 1 / (1 + c)), inner)
@@ -346,7 +347,7 @@ def test_states_of_one_program_move_to_the_mesh_and_back(tmp_path, kind):
         first = flax_state.TrainState(2, None, params, local, state)
     assert jda.save(tmp_path / "one", first) == 2
 
-    tx = jda.distributed_fused_adamw(schedule, mesh=mesh(4), weight_decay=0.1)
+    tx = distributed_adamw(schedule, mesh=mesh(4), weight_decay=0.1)
     moved = jda.restore(tmp_path / "one", shapes_of(tx, dtype), tx)
     main = jda.main_params(params, state)
     adam = state.inner[0] if dtype == BF16 else state[0]

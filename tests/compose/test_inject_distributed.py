@@ -20,6 +20,7 @@ from support.exact_sums import (
     random_params,
     without_empty,
 )
+from support.optimizers import distributed_adam, distributed_adamw
 from support.own_loop import jit_over_mesh
 from support.samples import often
 
@@ -57,15 +58,15 @@ def test_step_uses_the_hyperparameters_in_the_state(cpu_mesh, strategy, dtype):
     That one is made within a program that takes the numbers as operands. Sums are exact.
     """
     fixed = dict(mesh=cpu_mesh(8), sharding_strategy=strategy, **SETTINGS[strategy])
-    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(**NUMBERS, **fixed)
+    tx = jda.inject_hyperparams(distributed_adamw)(**NUMBERS, **fixed)
     step = jda.train_step(linear_loss, tx, accumulate_steps=3)
     state = jda.TrainState.create(random_params(dtype), tx)
-    plain = jda.distributed_fused_adamw(**NUMBERS, **fixed)
+    plain = distributed_adamw(**NUMBERS, **fixed)
     want = jda.TrainState.create(random_params(dtype), plain)
 
     @jax.jit
     def plain_step(numbers, state, batch):
-        made = jda.distributed_fused_adamw(**numbers, **fixed)
+        made = distributed_adamw(**numbers, **fixed)
         made.param_specs(state.params)  # the shapes of the unsharded params, which init saw
         return jda.train_step(linear_loss, made, accumulate_steps=3)(state, batch)
 
@@ -96,7 +97,7 @@ def test_step_uses_the_hyperparameters_in_the_state(cpu_mesh, strategy, dtype):
 @pytest.mark.slow
 def test_a_hundred_steps_compile_one_program(cpu_mesh):
     """Python numbers, NumPy scalars, arrays anywhere: whatever is put into the state."""
-    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(
+    tx = jda.inject_hyperparams(distributed_adamw)(
         optax.cosine_decay_schedule(1e-2, 100), b2=0.99, max_grad_norm=1, mesh=cpu_mesh(4)
     )
     step = jda.train_step(lambda params, x: jnp.mean(jnp.square(x @ params["w"])), tx)
@@ -135,8 +136,8 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was(cpu_mesh):
     schedule = optax.linear_schedule(0.5, 0.0, 8)  # exact values
     kwargs = dict(mesh=cpu_mesh(4), loss_scale=jda.DynamicLossScale(8.0), b1=0.5, b2=0.25)
     txs = (
-        jda.distributed_fused_adamw(schedule, **kwargs),
-        jda.inject_hyperparams(jda.distributed_fused_adamw)(schedule, **kwargs),
+        distributed_adamw(schedule, **kwargs),
+        jda.inject_hyperparams(distributed_adamw)(schedule, **kwargs),
     )
     results = []
     for tx in txs:
@@ -160,7 +161,7 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was(cpu_mesh):
 @often(lambda check_vma: check_vma)
 def test_injected_hyperparameters_work_in_custom_loops_and_chains(cpu_mesh, check_vma):
     """A custom training loop takes the state of a chain, with numbers changed outside of it."""
-    make = functools.partial(jda.distributed_fused_adamw, mesh=cpu_mesh(2), b1=0.5, b2=0.25)
+    make = functools.partial(distributed_adamw, mesh=cpu_mesh(2), b1=0.5, b2=0.25)
     inject = jda.inject_hyperparams(make)
     chained = jda.chain(optax.scale(0.5), inject(learning_rate=1e-2, max_grad_norm=1.0))
     within = jda.inject_hyperparams(
@@ -198,7 +199,7 @@ def test_injected_hyperparameters_work_in_custom_loops_and_chains(cpu_mesh, chec
 @often(lambda strategy: strategy == "optim_grads_params")
 def test_injected_states_pass_the_audit_and_convert_to_optax_and_back(cpu_mesh, strategy):
     """The state of optax's injection and back, onto another mesh; the next steps are the same."""
-    inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    inject = jda.inject_hyperparams(distributed_adamw)
     tx = inject(**HYPER, mesh=cpu_mesh(8), sharding_strategy=strategy)
     theirs = optax.inject_hyperparams(optax.adamw)(**HYPER)
     rng = np.random.default_rng(3)
@@ -229,11 +230,11 @@ def test_metrics_report_the_learning_rate_of_every_optimizer(cpu_mesh):
     schedule = optax.linear_schedule(0.5, 0.0, 4)
     groups = dict(param_labels={"w": "head"}, groups={"head": dict(lr_scale=0.1)})
     for tx, want in (
-        (jda.distributed_fused_adamw(0.25, mesh=mesh), [0.25, 0.25]),
-        (jda.distributed_fused_adam(schedule, mesh=mesh), [0.5, 0.375]),
-        (jda.distributed_fused_adamw(schedule, mesh=mesh, **groups), [0.5, 0.375]),
+        (distributed_adamw(0.25, mesh=mesh), [0.25, 0.25]),
+        (distributed_adam(schedule, mesh=mesh), [0.5, 0.375]),
+        (distributed_adamw(schedule, mesh=mesh, **groups), [0.5, 0.375]),
         (
-            jda.chain(optax.scale(2.0), jda.distributed_fused_adamw(schedule, mesh=mesh)),
+            jda.chain(optax.scale(2.0), distributed_adamw(schedule, mesh=mesh)),
             [0.5, 0.375],
         ),
     ):
@@ -264,7 +265,7 @@ def test_arrays_set_as_hyperparameters_stay_valid(cpu_mesh):
 
 
 def test_wrong_hyperparameters_raise(cpu_mesh):
-    inject = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    inject = jda.inject_hyperparams(distributed_adamw)
     mesh = cpu_mesh(2)
     with pytest.raises(jda.HyperparameterError, match=r"b2: out of range: got 1.5"):
         inject(1e-3, b2=1.5, mesh=mesh)
@@ -273,7 +274,7 @@ def test_wrong_hyperparameters_raise(cpu_mesh):
     with pytest.raises(jda.HyperparameterError, match=r"b1: not a schedule: .* static_args='b1'"):
         inject(1e-3, b1=lambda count: "many", mesh=mesh)
     with pytest.raises(jda.HyperparameterError, match="max_grad_norm: not a single number"):
-        jda.distributed_fused_adamw(1e-3, max_grad_norm=jnp.ones(2), mesh=mesh)
+        distributed_adamw(1e-3, max_grad_norm=jnp.ones(2), mesh=mesh)
     tx = inject(1e-3, mesh=mesh)
     loss = lambda params, x: jnp.sum(params["w"] * jnp.mean(x))  # noqa: E731
     step, x = jda.train_step(loss, tx), np.ones((2, 3), np.float32)
@@ -293,7 +294,7 @@ def test_wrong_hyperparameters_raise(cpu_mesh):
     del state.opt_state.hyperparams["b1"]
     with pytest.raises(jda.HyperparameterError, match=r"\['b1'\]: missing"):
         step(state, x)
-    plain = jda.TrainState.create(params, jda.distributed_fused_adamw(1e-3, mesh=mesh))
+    plain = jda.TrainState.create(params, distributed_adamw(1e-3, mesh=mesh))
     with pytest.raises(
         jda.TreeError, match="opt_state: not the state of this optimizer: got Distr"
     ):
@@ -301,7 +302,7 @@ def test_wrong_hyperparameters_raise(cpu_mesh):
 
 
 def test_state_specs_include_injected_hyperparameters(cpu_mesh):
-    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-3, mesh=cpu_mesh(2))
+    tx = jda.inject_hyperparams(distributed_adamw)(1e-3, mesh=cpu_mesh(2))
     specs = tx.state_specs()
     assert specs.hyperparams == P() and specs.inner_state.mu == P("data")
     shapes = jda.TrainState.shapes({"w": jax.ShapeDtypeStruct((4,), jnp.float32)}, tx)

@@ -6,6 +6,7 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.distributed import config
+from support.optimizers import distributed_adamw
 
 
 def loss_fn(params, batch):
@@ -19,7 +20,7 @@ def test_a_layout_is_made_once(cpu_mesh, monkeypatch, strategy):
     monkeypatch.setattr(
         config, "make_layout", lambda *args, **kw: made.append(args) or make_layout(*args, **kw)
     )
-    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4), sharding_strategy=strategy)
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(4), sharding_strategy=strategy)
     params = {"w": jnp.ones((256, 128)), "b": jnp.ones(3)}
     state = jda.TrainState.create(params, tx)
     step = jda.train_step(loss_fn, tx, accumulate_steps=2)

@@ -23,6 +23,7 @@ from support.h200 import (
     params_of,
     placed,
 )
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 GATHERED_ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
@@ -79,7 +80,7 @@ def test_own_norm_costs_nothing(h200s, accumulated):
     """tx.grad_norm before tx.step on the same gradients: they are sent once."""
     mesh = h200s(8)
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16)
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy)
+    tx = distributed_adamw(1e-3, mesh=mesh, policy=policy)
     params = params_of(jnp.bfloat16)
     for layer in params.values():  # two dtypes, so that the layout depends on them
         layer["scale"] = layer["scale"].update(dtype=jnp.float32)
@@ -209,7 +210,7 @@ def test_parameters_gathered_once_travel_as_planned_over_both_axes(h200s):
     """In float8, from state that is sharded over replicas too; the audit counts dtypes and times."""
     mesh = h200s(2, 4, names=("replica", "data"))
     policy = dict(grad_reduce_dtype="float32", param_comm_dtype="float8_e4m3fn")
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-3,
         mesh=mesh,
         replica_axis="replica",
@@ -289,7 +290,7 @@ def test_gradients_that_were_sent_ahead_to_peers_are_freed(h200s):
 def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):
     """Nothing is copied."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(8), policy=policy, communication="peer")
+    tx = distributed_adamw(1e-3, mesh=h200s(8), policy=policy, communication="peer")
     state = jda.TrainState.shapes(params_of(jnp.bfloat16), tx)
     step = jax.shard_map(
         lambda state, grads: tx.step(  # gradients that depend on params, which else are no operands
@@ -312,7 +313,7 @@ def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):
 
 def test_the_layout_is_compared_in_kernels_that_run_anyway(h200s):
     """A custom training loop compares the digest without a launch, beside coefficients and norm."""
-    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(1), max_grad_norm=1.0)
+    tx = distributed_adamw(1e-3, mesh=h200s(1), max_grad_norm=1.0)
     params = params_of(jnp.bfloat16)
     specs = tx.param_specs(params), tx.state_specs()
     step = jax.shard_map(
@@ -350,7 +351,7 @@ def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
 def test_combine_thresholds_are_ours_and_can_be_overridden(h200s):
     """The options reach XLA: with a limit of one byte every bucket is a collective of its own."""
     mesh = h200s(8)
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    tx = distributed_adamw(1e-3, mesh=mesh)
     params = params_of(jnp.bfloat16)
     state = placed(
         mesh,

@@ -14,6 +14,7 @@ from support import exact_steps
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
 from support.exact_sums import HYPER, decays, linear_loss, random_params
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 DECAY = 0.9
@@ -144,7 +145,7 @@ def test_checkpoint_without_an_average_raises_unless_it_begins_anew(tmp_path):
 
 
 def test_ema_decay_and_norm_guard_are_not_injected():
-    make = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    make = jda.inject_hyperparams(distributed_adamw)
     mesh, guard = exact_steps.make_mesh(**exact_steps.ONE), jda.NormGuard(max_norm=1e9)
     tx = make(1e-3, mesh=mesh, ema_decay=DECAY, norm_guard=guard)
     state = last(tx, jda.TrainState.create(random_params(), tx), batches(1))

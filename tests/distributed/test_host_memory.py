@@ -21,6 +21,7 @@ from support import h200, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
 from support.exact_sums import HYPER, linear_loss, random_params
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 BOTH, GPU = ("device", "pinned_host"), "gpu"
@@ -178,7 +179,7 @@ def test_a_function_for_one_memory_is_an_error(place):
 
 def test_memories_of_leaves_without_main_parameters_and_with_injected_numbers(tmp_path):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
-    make = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    make = jda.inject_hyperparams(distributed_adamw)
     tx = make(1e-3, mesh=mesh, state_memory=by_leaf, main_params_dtype=None, bucket_bytes=1 << 12)
     state = jda.TrainState.create(of_few(random_params(jnp.bfloat16)), tx)
     state, _ = jda.train_step(linear_loss, tx)(state, of_few(next(iter(batches(1)))))

@@ -18,6 +18,7 @@ from jdistadam.core.codecs import BLOCK8, BLOCK16, BlockCodes, codec_of, is_code
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes
 from support.h200 import compile_step
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 SHAPES = {
@@ -111,7 +112,7 @@ def make_tx(shape, kind, *, explicit=False, **kwargs):
     if len(shape) == 2:
         kwargs["replica_axis"] = "replica"
     given = dtypes(grad_reduce_dtype=jnp.float32, **KINDS[kind])
-    return jda.distributed_fused_adamw(mesh=mesh, **given, mask=decays, **HYPER, **kwargs)
+    return distributed_adamw(mesh=mesh, **given, mask=decays, **HYPER, **kwargs)
 
 
 def trained(tx, shapes=SHAPES, *, steps=STEPS, accumulate_steps=1, state=None, skip=0):
@@ -174,7 +175,7 @@ def test_a_model_axis_that_cuts_blocks_raises(policy, where, advice):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
     params = {"w": jnp.zeros((96, 96)), "b": jnp.zeros(96)}
     specs = {"w": P(None, "model"), "b": P("model")}
-    tx = jda.distributed_fused_adamw(mesh=mesh, **dtypes(**policy), param_specs=specs, **HYPER)
+    tx = distributed_adamw(mesh=mesh, **dtypes(**policy), param_specs=specs, **HYPER)
     if where is None:
         tx.init(params)
         return
@@ -188,7 +189,7 @@ def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices("cpu")[:4])
     given = dtypes(**KINDS["8 bits at random"])
     specs = {"w": P(None, "model")}
-    tx = jda.distributed_fused_adamw(mesh=mesh, **given, param_specs=specs, **HYPER)
+    tx = distributed_adamw(mesh=mesh, **given, param_specs=specs, **HYPER)
     with pytest.raises(jda.PolicyError, match=rf"{NOT_AT_BLOCKS}\.$"):
         tx.init({"w": jnp.zeros((96, 96), jnp.bfloat16)})
 
@@ -219,9 +220,7 @@ def with_dtypes(tx, given, **other):
     given = {k: v for k, v in given.items() if k != "shape"}
     if tx.config.parallel.replica_axes:
         given["replica_axis"] = "replica"
-    return jda.distributed_fused_adamw(
-        mesh=tx.config.mesh, **dtypes(**other), mask=decays, **HYPER, **given
-    )
+    return distributed_adamw(mesh=tx.config.mesh, **dtypes(**other), mask=decays, **HYPER, **given)
 
 
 def reseeded(tx, given, kind):
@@ -345,7 +344,7 @@ def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
 
 def test_unsupported_options_raise():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
-    make = functools.partial(jda.distributed_fused_adamw, mesh=mesh)
+    make = functools.partial(distributed_adamw, mesh=mesh)
     random = KINDS["8 bits at random"] | dict(grad_reduce_dtype=jnp.float32)
     for b2, given in ((0.9, CODED), (0.9995, CODED_16)):
         with pytest.raises(
@@ -372,7 +371,7 @@ def test_random_rounding_that_rounds_nothing_raises():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     for nu_dtype, is_good in ((jnp.bfloat16, True), (jnp.float32, False)):
         given = dict(nu_dtype=nu_dtype, rounding="stochastic")
-        tx = jda.distributed_fused_adamw(1e-3, b2=0.999, mesh=mesh, **given)
+        tx = distributed_adamw(1e-3, b2=0.999, mesh=mesh, **given)
         if is_good:
             tx.init(random_params())
             continue
@@ -383,7 +382,7 @@ def test_random_rounding_that_rounds_nothing_raises():
 def test_a_predicate_that_selects_no_leaf_raises():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     given = CODED | dict(float32_moments=lambda path: "rosw" in path)
-    tx = jda.distributed_fused_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh, **given)
+    tx = distributed_adamw(1e-3, b1=0.8, b2=0.88, mesh=mesh, **given)
     with pytest.raises(jda.TreeError, match=r"selects no leaf of 4096 elements or more: .* \['"):
         tx.init(random_params())
 

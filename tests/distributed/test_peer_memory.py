@@ -14,6 +14,7 @@ from jdistadam.distributed.communication import choose_communication
 from jdistadam.tools import diagnostics
 from support.bits import assert_trees_same_bits
 from support.exact_sums import HYPER, decays, random_params, without_empty
+from support.optimizers import distributed_adamw
 from support.own_loop import make_own_step, own_state
 from support.samples import often
 
@@ -44,7 +45,7 @@ def loss_fn(params, x):
 def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype="float32")
     hyper = HYPER | {k: kwargs.pop(k) for k in ("nesterov",) if k in kwargs}
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         **hyper, mesh=mesh, policy=policy, mask=decays, communication=means, **kwargs
     )
     assert tx.config.communication.transport == means
@@ -122,16 +123,16 @@ UNSUPPORTED = [
 def test_unsupported_options_use_xla_or_raise(cpu_mesh, kwargs, why):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     kwargs = dict(learning_rate=1e-3, mesh=cpu_mesh(4), policy=policy) | kwargs
-    tx = jda.distributed_fused_adamw(**kwargs)
+    tx = distributed_adamw(**kwargs)
     assert tx.config.communication.transport == "xla"
     assert tx.config.communication.why_not_peer == why
     with pytest.raises(jda.PolicyError, match=f"communication: .* not supported here: got {why}"):
-        jda.distributed_fused_adamw(communication="peer", **kwargs)
+        distributed_adamw(communication="peer", **kwargs)
 
 
 def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    make = lambda mesh, **kwargs: jda.distributed_fused_adamw(  # noqa: E731
+    make = lambda mesh, **kwargs: distributed_adamw(  # noqa: E731
         1e-3, mesh=mesh, policy=policy, **kwargs
     )
     with pytest.raises(jda.PolicyError, match="got 3 devices"):
@@ -150,7 +151,7 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
 def test_plan_and_audit_know_the_transport(cpu_mesh):
     """Large gradients are sent ahead one by one; no other collective is planned, or there."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
     planned = jda.plan(random_params(), tx)
     ahead = {
         (c.op, path) for c in planned.collectives if c.transport != "peer" for path in c.leaves
@@ -168,7 +169,7 @@ def test_plan_and_audit_know_the_transport(cpu_mesh):
     assert (row.op, row.planned, row.found) == ("collective-permute", size, size)
     assert str(planned).endswith("\ncommunication: peer")
     assert [tuple(call) for call in found.peer_calls] == [("jdistadam_peer_step", 1, 1)]
-    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(4))
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(4))
     over_xla = str(jda.plan(random_params(), tx))
     assert over_xla.endswith("\ncommunication: xla (grad_reduce_dtype None)")
     assert "transport" not in over_xla
@@ -179,7 +180,7 @@ def test_a_program_that_fell_back_fails_the_audit(cpu_mesh, monkeypatch):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
 
     def made(means):
-        tx = jda.distributed_fused_adamw(
+        tx = distributed_adamw(
             1e-3, mesh=cpu_mesh(4), policy=policy, max_grad_norm=1.0, communication=means
         )
         return jda.train_step(loss_fn, tx), jda.TrainState.create(random_params(), tx)
@@ -261,7 +262,7 @@ def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
 def test_scans_and_custom_loops_give_the_bits_of_xla(cpu_mesh):
     """A scan comes to one call many times; a region of the user's own, checked."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    make = lambda means: jda.distributed_fused_adamw(  # noqa: E731
+    make = lambda means: distributed_adamw(  # noqa: E731
         **HYPER, mesh=cpu_mesh(4), policy=policy, communication=means
     )
     batches = np.random.default_rng(0).normal(size=(3, 8, 3)).astype(np.float32)
@@ -290,7 +291,7 @@ def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):
     def squares_after(means):
         mesh = cpu_mesh(4)
         policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-        tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, policy=policy, communication=means)
+        tx = distributed_adamw(1e-3, mesh=mesh, policy=policy, communication=means)
         params = {"w": jnp.ones((8, 1024))}
         state = tx.init(params)
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.dtypes import dtypes
+from support.optimizers import distributed_adamw
 
 SHAPES = {"rows": (128, 192), "columns": (3, 8192), "bias": (24,), "odd": (5,), "scalar": ()}
 SHARDED = {"rows", "columns"}
@@ -32,7 +33,7 @@ MESHES = {
 
 def make_tx(mesh="flat", *, reshard=False, policy=None, **kwargs):
     shape, names, axes = MESHES[mesh]
-    return jda.distributed_fused_adamw(
+    return distributed_adamw(
         optax.linear_schedule(0.02, 0.01, 7),
         mesh=jax.make_mesh(shape, names),
         **dtypes(**(policy or {})),
@@ -219,7 +220,7 @@ def test_reshard_after_forward_works_with_skips_chains_and_injection():
     """A non-finite gradient leaves all shards as they are."""
 
     def make(reshard):
-        inner = jda.inject_hyperparams(jda.distributed_fused_adamw)(
+        inner = jda.inject_hyperparams(distributed_adamw)(
             learning_rate=0.02, mesh=jax.make_mesh((8,), ("data",)), loss_scale=2.0,
             sharding_strategy="optim_grads_params", reshard_after_forward=reshard, **HYPER,
         )  # fmt: skip
@@ -244,7 +245,7 @@ def test_model_axes_give_the_same_bits_with_and_without_resharding(kind):
     mesh = jax.make_mesh((2, 2, 2), ("replica", "data", "model"), axis_types=(type,) * 3)
     specs = dict(rows=P("model"), columns=P(None, "model"), bias=P("model"), odd=None, scalar=P())
     make = functools.partial(
-        jda.distributed_fused_adamw, 0.02, mesh=mesh, param_specs=specs, replica_axis="replica",
+        distributed_adamw, 0.02, mesh=mesh, param_specs=specs, replica_axis="replica",
         outer_sharding_strategy="optim", sharding_strategy="optim_grads_params", **HYPER,
     )  # fmt: skip
     ends = []
@@ -264,4 +265,4 @@ def test_model_axes_give_the_same_bits_with_and_without_resharding(kind):
 )  # fmt: skip
 def test_unsupported_reshard_after_forward_raises(kwargs, error, message):
     with pytest.raises(error, match=message):
-        jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((8,), ("data",)), **kwargs)
+        distributed_adamw(1e-3, mesh=jax.make_mesh((8,), ("data",)), **kwargs)

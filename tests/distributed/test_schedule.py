@@ -10,6 +10,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.tools.plan import format_collectives
 from support.h200 import collectives
+from support.optimizers import distributed_adamw
 from support.planned import PLACEMENTS, POLICIES, STRATEGIES, as_sent, compile_row, sent
 from support.samples import often
 
@@ -71,7 +72,7 @@ def test_the_plan_counts_bytes():
     """By hand: 2 x 3 devices, a leaf that is scattered and a packed one of 7 padded to 12."""
     mesh = jax.make_mesh((2, 3), ("replica", "data"), devices=jax.devices("cpu")[:6])
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-3, mesh=mesh, replica_axis="replica", outer_sharding_strategy="optim", policy=policy,
         sharding_strategy="optim_grads",
     )  # fmt: skip

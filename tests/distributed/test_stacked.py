@@ -1,6 +1,5 @@
 """Models that scan over stacked layers, whose parameters are gathered one layer at a time."""
 
-import dataclasses
 import functools
 import sys
 
@@ -16,6 +15,7 @@ from support.bits import assert_same_trees
 from support.dtypes import dtypes
 from support.fast_compilation import AS_FOR_USERS
 from support.h200 import placed, products_beside
+from support.optimizers import distributed_adamw
 from support.paths import ROOT
 from support.placements import FLAT, make_mesh
 from support.samples import often
@@ -27,7 +27,7 @@ SUMMED = dict(grad_reduce_dtype="float32")
 
 
 def make_tx(mesh, *, policy=SUMMED, **kwargs):
-    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, **dtypes(**policy), **kwargs)
+    return distributed_adamw(**HYPER, mesh=mesh, **dtypes(**policy), **kwargs)
 
 
 def train(tx, loss, batches, **kwargs):
@@ -42,23 +42,6 @@ def train(tx, loss, batches, **kwargs):
 def batches():
     rng = np.random.default_rng(1)
     return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "reports", "steps"),
-    [("optim_grads", False, 2), ("optim_grads", True, 2), ("optim", False, 1)],
-)
-def test_layers_are_summed_in_the_loop_that_makes_their_gradients(strategy, reports, steps):
-    """Not under "optim", and not where each device's own are reported."""
-    tx = make_tx(make_mesh(**TWO), sharding_strategy=strategy, stacked=is_stacked)
-    batch = jax.tree.map(lambda x: np.ones((4, *x.shape), np.float32), make_params())
-    loss = scanned_products(lambda layer: layer)
-    step = jda.train_step(loss, tx, report_nonfinite=reports, accumulate_steps=steps)
-    audit = jda.audit(step, jda.TrainState.shapes(make_params(), tx), batch)
-    assert audit.passed, str(audit)
-    found = hlo.collectives_in(audit.program.as_text())
-    in_loop = [c for c in found if c.op == "all-to-all" and c.times >= LAYERS]
-    assert bool(in_loop) == (strategy == "optim_grads" and not reports)
 
 
 def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
@@ -235,28 +218,9 @@ def test_whole_layers_are_never_gathered_in_a_scan(h200s, strategy):
     assert audit.passed, str(audit)
     times = {"no_shard": 1, "optim": 1, "optim_grads": 2}[strategy]
     up = [c for c in jda.plan(case[1].params, case[0].tx, accumulate_steps=2).collectives if "up" in str(c.leaves)]  # fmt: skip
-    if strategy == "optim_grads":  # layer by layer
-        assert up[0] == dataclasses.replace(
-            up[0], when="layer", times=LAYERS * times, elements=256 * 1024
-        )
-        up = up[1:]
-    else:
-        assert up[0].times == times
-    assert [c.times for c in up] == [1] * len(up)
+    assert up[0].times == times
+    assert [c.times for c in up[1:]] == [1] * len(up[1:])
     assert {c.elements for c in up} == {LAYERS * 256 * 1024}
-
-
-def test_sums_of_layers_run_beside_products(h200s):
-    """One for each leaf and layer, asynchronous, and the audit agrees."""
-    case = compile_for_h200s(h200s, jda.remat_policy, layers=8, strategy="optim_grads")
-    audit = jda.audit(*case)
-    assert audit.passed, str(audit)
-    text = audit.program.as_text()
-    size = 4 * 1024 * 1024 // 8
-    sums = [c for c in hlo.collectives_in(text) if c.op == "reduce-scatter" and c.times == 8]
-    assert [c.arrays for c in sums] == [(("bf16", size),)] * 2 and all(c.is_async for c in sums)
-    (one, n), (other, _) = products_beside(text)  # the last of a turn may have none
-    assert one == other == "reduce-scatter" and n > 0
 
 
 def test_gathering_once_costs_memory_and_is_found(h200s):

@@ -6,13 +6,14 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.errors import PolicyError
+from support.optimizers import distributed_adamw
 
 
 @pytest.fixture(scope="module")
 def made():
     """An optimizer, a state, which no test donates, and a step."""
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
-    tx = jda.distributed_fused_adamw(1e-2, mesh=mesh)
+    tx = distributed_adamw(1e-2, mesh=mesh)
     step = jda.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), tx)
     return tx, jda.TrainState.create({"w": jnp.ones((8, 4))}, tx), step
 
@@ -49,7 +50,7 @@ def test_a_derivative_of_a_distributed_step_raises(made, differentiate, jitted):
 
 
 def test_a_derivative_of_an_initial_state_raises(cpu_mesh):
-    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(4))
+    tx = distributed_adamw(1e-2, mesh=cpu_mesh(4))
     with pytest.raises(PolicyError, match="init: a distributed optimizer cannot be differentiated"):
         jax.grad(lambda w: jnp.sum(tx.init({"w": w}).main_params))(jnp.ones((8, 4)))
 

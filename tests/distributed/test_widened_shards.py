@@ -13,6 +13,7 @@ from jdistadam.distributed.config import DistributedConfig
 from support.bits import assert_same_trees
 from support.dtypes import dtypes
 from support.h200 import placed
+from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
 from support.scanned import (
@@ -33,7 +34,7 @@ KINDS = {
 
 def make_tx(mesh, policy=None, **kwargs):
     given = dtypes(**({"grad_reduce_dtype": "float32"} | (policy or {})))
-    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, **given, **kwargs)
+    return distributed_adamw(**HYPER, mesh=mesh, **given, **kwargs)
 
 
 def make_batches(steps):

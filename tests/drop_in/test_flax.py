@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, eps=1e-7, weight_decay=0.13)
@@ -120,7 +121,7 @@ def test_params_of_nnx_and_its_statistics_come_back_without_a_template(tmp_path)
     want = nnx.clone(model)
     _, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
-    tx = jda.distributed_fused_adamw(**HYPER, mesh=mesh)
+    tx = distributed_adamw(**HYPER, mesh=mesh)
     jda.save(tmp_path, jda.TrainState.create(params, tx, model_state=stats), tx)
     restored = jda.restore(tmp_path, jda.TrainState.shapes(nnx.to_pure_dict(params), tx), tx)
     params = jda.restore_params(tmp_path)
@@ -143,7 +144,7 @@ def test_the_state_of_nnx_over_a_mesh():
     optimizer, params = optimizer_of(model), nnx.state(model)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])
     hyper = HYPER | dict(learning_rate=optax.constant_schedule(3e-3))
-    tx = jda.distributed_fused_adamw(**hyper, mesh=mesh)
+    tx = distributed_adamw(**hyper, mesh=mesh)
     state = jda.from_optax_state(params, optimizer.opt_state, tx)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     main, opt_state, _ = jda.to_optax_state(state, tx)

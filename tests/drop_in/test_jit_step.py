@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.h200 import placed
+from support.optimizers import distributed_adamw
 
 KINDS = {
     "float32": (jnp.float32, None),
@@ -80,7 +81,7 @@ def test_jit_step_passes_extra_arguments_to_a_chain():
     assert list(seen[0]) == ["value"] and float(params["w"][0]) < 1
 
 
-@pytest.mark.parametrize("make", [lambda: optax.adamw(1e-3), lambda: optax.chain(jda.fused_adamw(1e-3)), lambda: jda.distributed_fused_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))], ids=["optax", "optax.chain", "distributed"])  # fmt: skip
+@pytest.mark.parametrize("make", [lambda: optax.adamw(1e-3), lambda: optax.chain(jda.fused_adamw(1e-3)), lambda: distributed_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))], ids=["optax", "optax.chain", "distributed"])  # fmt: skip
 def test_jit_step_raises_for_optimizers_without_step(make):
     with pytest.raises(
         jda.PolicyError, match=r"jit_step: cannot be used with this optimizer.*jda\.chain"

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jdistadam as jda
+from support.optimizers import distributed_adamw
 
 
 def make_fused(cpu_mesh):
@@ -28,11 +29,11 @@ def make_injected(cpu_mesh):
 
 
 def make_distributed(cpu_mesh):
-    return jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(2))
+    return distributed_adamw(1e-2, mesh=cpu_mesh(2))
 
 
 def make_distributed_chain(cpu_mesh):
-    return jda.chain(optax.scale(0.5), jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(2)))
+    return jda.chain(optax.scale(0.5), distributed_adamw(1e-2, mesh=cpu_mesh(2)))
 
 
 MAKERS = (make_fused, make_chain, make_injected, make_distributed, make_distributed_chain)

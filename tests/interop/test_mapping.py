@@ -13,6 +13,7 @@ import pytest
 import jdistadam as jda
 from jdistadam import interop
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.optimizers import distributed_adamw
 from support.paths import ROOT
 
 BF16 = jnp.bfloat16
@@ -44,7 +45,7 @@ def fused(**changes):
     return jda.fused_adamw(**OURS | changes)
 
 
-def distributed(function=jda.distributed_fused_adamw, **changes):
+def distributed(function=distributed_adamw, **changes):
     return function(**OURS | dict(mesh=jax.make_mesh((1,), ("data",))) | changes)
 
 
@@ -219,7 +220,7 @@ def test_distributed_chain_state_survives_import_and_export():
 
 
 def test_injected_hyperparameters_are_not_guessed_on_the_way_out():
-    tx = distributed(jda.inject_hyperparams(jda.distributed_fused_adamw))
+    tx = distributed(jda.inject_hyperparams(distributed_adamw))
     state = into(named(), tx)
     back = interop.from_train_state(state, tx, list(SHAPES), **TO_OURS)
     with pytest.raises(jda.HyperparameterError, match="lr: missing"):

@@ -13,6 +13,7 @@ import pytest
 import jdistadam as jda
 from jdistadam import interop
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 GOLDEN = pathlib.Path(__file__).parent / "golden.safetensors"
@@ -75,7 +76,7 @@ def fused(learning_rate=0.02, **kwargs):
 def distributed(learning_rate=0.02, n=8, **kwargs):
     mesh = jax.make_mesh((n,), ("data",))
     hyper = HYPER | dict(mask=is_decayed)
-    return jda.distributed_fused_adamw(learning_rate, **(hyper | dict(mesh=mesh) | kwargs))
+    return distributed_adamw(learning_rate, **(hyper | dict(mesh=mesh) | kwargs))
 
 
 def in_ours(named):

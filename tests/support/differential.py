@@ -47,6 +47,7 @@ from support.configurations import (
     is_gathered_in_model,
 )
 from support.norms import assert_near
+from support.optimizers import distributed_adam, distributed_adamw
 from support.reference_training import SEED, Batch, Reference
 
 host_memory.WINDOW = 4096  # elements, of which these states have more
@@ -106,7 +107,7 @@ def make_tx(config, place):
     if place is None:
         tx = getattr(jda, name)(**given, **_low_precision(config))
     else:
-        tx = getattr(jda, f"distributed_{name}")(
+        tx = (distributed_adam if config.adam == "l2" else distributed_adamw)(
             **given,
             **_low_precision(config),
             **_of_mesh(config),

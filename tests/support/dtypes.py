@@ -1,4 +1,4 @@
-"""Arguments of ``distributed_fused_adamw`` from one dict of dtypes."""
+"""Arguments of a distributed AdamW from one dict of dtypes."""
 
 import jdistadam as jda
 

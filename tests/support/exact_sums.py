@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdistadam as jda
+from support.optimizers import distributed_adamw
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
 EXAMPLES = 24  # divides by every mesh size
@@ -24,9 +25,7 @@ def decays(params):
 
 def make_tx(mesh, comm=jnp.float32, **kwargs):
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm)
-    return jda.distributed_fused_adamw(
-        **(dict(mesh=mesh, policy=policy, mask=decays) | HYPER | kwargs)
-    )
+    return distributed_adamw(**(dict(mesh=mesh, policy=policy, mask=decays) | HYPER | kwargs))
 
 
 def random_params(dtype=jnp.float32, seed=0):

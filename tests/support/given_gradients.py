@@ -9,6 +9,7 @@ from support.dtypes import dtypes
 from support.exact_sums import HYPER, decays, without_empty
 from support.exact_sums import SHAPES as SHAPES_AND_EMPTY
 from support.exact_sums import random_params as params_and_empty
+from support.optimizers import distributed_adamw
 from support.placements import make_mesh
 
 SHAPES = without_empty(SHAPES_AND_EMPTY)
@@ -18,9 +19,7 @@ def make_tx(mesh, policy=None, **kwargs):
     """``policy``: a policy, or a dict of dtypes including moments; None: sums in float32."""
     policy = dict(grad_reduce_dtype=jnp.float32) if policy is None else policy
     given = dtypes(**policy) if isinstance(policy, dict) else dict(policy=policy)
-    return jda.distributed_fused_adamw(
-        **(dict(mesh=make_mesh(**mesh), mask=decays) | given | HYPER | kwargs)
-    )
+    return distributed_adamw(**(dict(mesh=make_mesh(**mesh), mask=decays) | given | HYPER | kwargs))
 
 
 def random_params(dtype=jnp.float32):

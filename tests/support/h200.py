@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.tools import hlo
 from support.dtypes import dtypes
+from support.optimizers import distributed_adamw
 
 WIDTH = 512
 SIZES = {"bfloat16": 2, "float32": 4, "bf16": 2, "f32": 4, "f16": 2}
@@ -54,7 +55,7 @@ def compile_step(
     **kwargs,
 ):
     kwargs = dict(max_grad_norm=1.0) | dtypes(grad_comm_dtype=comm, **(policy or {})) | kwargs
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, **kwargs)
+    tx = distributed_adamw(1e-3, mesh=mesh, **kwargs)
     params = params_of(param_dtype)
     state = jda.TrainState.shapes(params, tx)
     batch = placed(mesh, jax.ShapeDtypeStruct((rows, WIDTH), param_dtype), P("data"))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jdistadam as jda
 from support.dtypes import dtypes
 from support.exact_sums import HYPER
+from support.optimizers import distributed_adamw
 
 BF16 = jnp.bfloat16
 WIDE, TALL = (256, 128), (128, 256)  # of equal size, for any number of shards
@@ -16,7 +16,7 @@ def make_tx(n=8, mesh=None, policy=None, **kwargs):
     """``policy``: a policy, or a dict of dtypes including moments."""
     given = dtypes(**policy) if isinstance(policy, dict) else dict(policy=policy)
     mesh = mesh or jax.make_mesh((n,), ("data",), devices=jax.devices("cpu")[:n])
-    return jda.distributed_fused_adamw(**(dict(mesh=mesh) | given | HYPER | kwargs))
+    return distributed_adamw(**(dict(mesh=mesh) | given | HYPER | kwargs))
 
 
 def make_params(dtype=jnp.float32, a=WIDE, b=TALL):

@@ -7,6 +7,7 @@ import jdistadam as jda
 from jdistadam.tools import hlo
 from support.dtypes import dtypes
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
+from support.optimizers import distributed_adamw
 
 POLICIES = {
     "float32": dict(),
@@ -54,7 +55,7 @@ def compile_row(
 ):
     eight, names, kwargs = PLACEMENTS.get(placement, FLAT)
     mesh = make_mesh(*(shape or eight), names=names)
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-3,
         mesh=mesh,
         **dtypes(**POLICIES[policy]),

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.dtypes import dtypes
+from support.optimizers import distributed_adamw
 
 FOLDER = pathlib.Path(__file__).parent / "recorded"
 DIGESTS = FOLDER / "digests.json"
@@ -139,7 +140,7 @@ def optimizer(name):
         return jda.fused_adamw(**kwargs)
     size = int(np.prod(case["mesh"]["shape"]))
     mesh = jax.make_mesh(*case["mesh"].values(), devices=jax.devices("cpu")[:size])
-    return jda.distributed_fused_adamw(mesh=mesh, **kwargs)
+    return distributed_adamw(mesh=mesh, **kwargs)
 
 
 def trained(name):

@@ -13,6 +13,7 @@ from jdistadam.tools.audit import Audit, AuditRow, _mark_widened
 from support.exact_sums import linear_loss
 from support.given_gradients import SHAPES, make_tx, random_params
 from support.h200 import WIDTH, loss_fn, params_of, placed
+from support.optimizers import distributed_adamw
 from support.placements import FLAT, STRATEGIES
 from support.samples import often
 
@@ -22,7 +23,7 @@ SUMMED = dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
 def prepared(h200s, loss=loss_fn, *, policy=SUMMED, accumulate_steps=1, **kwargs):
     """A step for 2 x 4 H200s, and the shapes of its state and batch."""
     mesh = h200s(2, 4, names=("replica", "data"))
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-3, mesh=mesh, replica_axis="replica", max_grad_norm=1.0, loss_scale=8.0,
         policy=jda.MixedPrecisionPolicy(**policy), **kwargs,
     )  # fmt: skip
@@ -208,7 +209,7 @@ def test_a_widening_keeps_its_operation_and_devices(change):
 
 def test_small_leaves_are_planned_like_scalars(cpu_mesh):
     """Their all-reduces cannot be told from those of norms."""
-    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(8), sharding_strategy="no_shard")
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(8), sharding_strategy="no_shard")
     state = jda.TrainState.create({"w": jnp.ones(4)}, tx)
     step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
     found = jda.audit(step, state, jda.shard_batch(np.ones((8, 4), np.float32), tx))
@@ -217,7 +218,7 @@ def test_small_leaves_are_planned_like_scalars(cpu_mesh):
 
 
 def test_one_device_has_nothing_to_check(cpu_mesh):
-    tx = jda.distributed_fused_adamw(1e-3, mesh=cpu_mesh(1))
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(1))
     state = jda.TrainState.create({"w": jnp.ones(400)}, tx)
     step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
     found = jda.audit(step, state, jda.shard_batch(np.ones((8, 400), np.float32), tx))

@@ -11,6 +11,7 @@ import pytest
 import jdistadam as jda
 from support.dtypes import dtypes
 from support.h200 import WIDTH, loss_fn, params_of, placed
+from support.optimizers import distributed_adamw
 from support.planned import FLAT, PLACEMENTS, POLICIES, STRATEGIES
 
 ROWS = [
@@ -43,7 +44,7 @@ MARKED = [pytest.param(*row, marks=() if row in SAMPLE else pytest.mark.slow) fo
 def prepare(h200s, where, strategy, policy):
     shape, names, kwargs = PLACEMENTS.get(where, FLAT)
     mesh = h200s(*shape, names=names)
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-3, mesh=mesh, **dtypes(**POLICIES[policy]), max_grad_norm=1.0,
         sharding_strategy=strategy, loss_scale=jda.DynamicLossScale(), **kwargs,
     )  # fmt: skip
@@ -101,7 +102,7 @@ def test_sums_of_gradients_are_planned():
     params = {"w": jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)}
     sums = {}
     for strategy in STRATEGIES:
-        tx = jda.distributed_fused_adamw(1e-3, mesh=mesh, sharding_strategy=strategy)
+        tx = distributed_adamw(1e-3, mesh=mesh, sharding_strategy=strategy)
         assert jda.plan(params, tx).sums == 0
         sums[strategy] = jda.plan(params, tx, accumulate_steps=2).sums
     whole = 1024 * 64 * 4
@@ -143,7 +144,7 @@ def find_adam(state):
 
 def test_the_plan_prints_what_it_holds():
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    tx = distributed_adamw(1e-3, mesh=mesh)
     params = {"w": np.zeros((1024, 1000), np.float32)}
     planned = jda.plan(params, tx)
     text = str(planned)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.training import placement, train_state
 from support.bits import assert_trees_same_bits
+from support.optimizers import distributed_adamw
 from support.own_loop import make_own_step
 from support.samples import often
 
@@ -27,7 +28,7 @@ def loss_fn(params, batch, *, model_state=None, rng=None):
 
 def make(n, strategy="optim", *, axis_type=AxisType.Explicit, **kwargs):
     mesh = jax.make_mesh((n,), ("data",), (axis_type,), devices=jax.devices("cpu")[:n])
-    tx = jda.distributed_fused_adamw(**HYPER, mesh=mesh, sharding_strategy=strategy)
+    tx = distributed_adamw(**HYPER, mesh=mesh, sharding_strategy=strategy)
     w = np.sin(np.arange(256.0 * 128, dtype=np.float32)).reshape(256, 128)
     return tx, jda.TrainState.create({"w": w, "b": np.ones(3, np.float32)}, tx, **kwargs)
 
@@ -108,7 +109,7 @@ def test_arrays_that_a_state_holds_once_are_not_copied(monkeypatch, axis_type):
 def test_a_loop_that_sets_a_rate_or_a_key_waits_for_no_step(monkeypatch):
     """To ask where an array is would wait for the step that makes it."""
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("data",))
-    tx = jda.inject_hyperparams(jda.distributed_fused_adamw)(1e-2, mesh=mesh)
+    tx = jda.inject_hyperparams(distributed_adamw)(1e-2, mesh=mesh)
     state = jda.TrainState.create({"w": jnp.ones((64, 64))}, tx, rng=jax.random.key(0))
     step = jda.train_step(lambda p, x, rng: jnp.mean(x) * jnp.sum(p["w"]), tx)
     state, _ = step(state, np.ones((4, 2), np.float32))

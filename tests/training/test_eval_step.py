@@ -20,6 +20,7 @@ from support.fast_compilation import AS_FOR_USERS
 from support.lookalike import BATCH, make_params, make_tx, other_params
 from support.lookalike import loss_fn as sine_loss
 from support.model_axes import mesh_of
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 VOCABULARY, WIDTH, LAYERS, LENGTH, ROWS = 97, 64, 3, 4, 16
@@ -169,7 +170,7 @@ def nnx_made():
 
 def wrapped_case():
     """What a chain and injected numbers add to a state plays no part."""
-    made = jda.inject_hyperparams(jda.distributed_fused_adamw)
+    made = jda.inject_hyperparams(distributed_adamw)
     mesh = jax.make_mesh((2, 2), ("replica", "data"), devices=jax.devices()[:4])
     tx = made(3e-3, mesh=mesh, replica_axis="replica", loss_scale=jda.DynamicLossScale())
     return jda.chain(optax.scale(0.5), tx), linen_params(), linen_loss, {"param_dtypes": BF16}

@@ -7,6 +7,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.optimizers import distributed_adamw
 
 LAYERS = dict(sharding_strategy="optim_grads_params")
 MESHES = {
@@ -32,7 +33,7 @@ def test_full_params_equal_those_that_the_loss_receives(name):
         shape, ("data", "replica")[: len(shape)], devices=jax.devices("cpu")[:size]
     )
     policy = jda.MixedPrecisionPolicy(param_comm_dtype=jnp.bfloat16)
-    tx = jda.distributed_fused_adamw(1e-2, mesh=mesh, policy=policy, **options)
+    tx = distributed_adamw(1e-2, mesh=mesh, policy=policy, **options)
     params = {"w": jnp.linspace(0.1, 1, 16384), "b": jnp.linspace(0.2, 0.3, 7)}
     state = jda.TrainState.create(params, tx)
     step = jda.train_step(loss_fn, tx, has_aux=True)

@@ -14,6 +14,7 @@ from jdistadam.distributed.shard import leaves_of
 from support.bits import assert_same_trees
 from support.exact_sums import HYPER, decays, exact_batch, linear_loss, random_params
 from support.model_axes import MESHES, TYPES, mesh_of
+from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
 from support.samples import often
 
@@ -33,7 +34,7 @@ def make_tx(mesh, **kwargs):
         given["replica_axis"] = "replica"
     if "model" in mesh.axis_names:
         given = dict(param_specs=SPECS) | given
-    return jda.distributed_fused_adamw(**given)
+    return distributed_adamw(**given)
 
 
 def one_device():

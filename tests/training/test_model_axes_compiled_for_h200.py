@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.tools import hlo
 from support.h200 import WIDTH, params_of, placed
+from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
 from support.samples import often
 
@@ -41,7 +42,7 @@ def two_layers():
 
 def compiled_step(mesh, strategy, micro):
     params = two_layers()
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-3,
         mesh=mesh,
         policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"),

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_same_trees
 from support.model_axes import TYPES, mesh_of
+from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
 from support.samples import often
 
@@ -29,7 +30,7 @@ SPECS = {"w": P(None, "model"), "b": P("model")}
 
 def make_tx(mesh="4x2", kind="auto", **kwargs):
     given = dict(b1=0.87, b2=0.9973, weight_decay=0.13, param_specs=SPECS) | kwargs
-    return jda.distributed_fused_adamw(3e-3, mesh=mesh_of(mesh, kind), **given)
+    return distributed_adamw(3e-3, mesh=mesh_of(mesh, kind), **given)
 
 
 def params_of(dtype=jnp.float32):
@@ -128,7 +129,7 @@ def test_a_zero_size_gradient_in_a_custom_loop_is_no_reduced_one():
     auto, one = (AxisType.Auto,) * 2, jax.devices("cpu")[:1]
     mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=auto, devices=one)
     specs = {"w": P("model"), "unused": None}
-    tx = jda.distributed_fused_adamw(3e-3, mesh=mesh, param_specs=specs)
+    tx = distributed_adamw(3e-3, mesh=mesh, param_specs=specs)
     state = jda.TrainState.create({"w": jnp.ones((4, 8)), "unused": jnp.ones((0, 3))}, tx)
 
     def local(params, state, x):
@@ -448,9 +449,7 @@ ERRORS = [
         r"loss_fn: names axis 'model', over which XLA partitions the model: .*axis_names=\{'model'",
     ),
     (
-        lambda: jda.train_step(
-            loss_fn, jda.distributed_fused_adamw(1e-3, mesh=MIXED, param_specs=SPECS)
-        ),
+        lambda: jda.train_step(loss_fn, distributed_adamw(1e-3, mesh=MIXED, param_specs=SPECS)),
         jda.MeshError,
         r"mesh: axes of different types.*AxisType.Auto,\) \* 2 to jax.make_mesh",
     ),

@@ -8,13 +8,14 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.optimizers import distributed_adamw
 
 RATE = optax.linear_schedule(0.5, 0.0, 100)
 PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.ones(3)}
 
 
 def made(cpu_mesh):
-    return jda.distributed_fused_adamw(RATE, mesh=cpu_mesh(2), max_grad_norm=1.0)
+    return distributed_adamw(RATE, mesh=cpu_mesh(2), max_grad_norm=1.0)
 
 
 def after(tx, steps=3):

@@ -13,6 +13,7 @@ import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.convolutions import OHWI, ORDERS, SHAPES, in_order, loss, numbers, orders_in
 from support.exact_sums import HYPER, linear_loss
+from support.optimizers import distributed_adamw
 
 SMALL = {"k": (3, 3, 16, 128), "w": (128, 256), "s": (8, 24), "b": (5,)}
 ORDER = {"k": OHWI, "w": (1, 0), "s": (1, 0), "b": None}
@@ -69,9 +70,7 @@ def batch(seed):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_step_has_the_same_bits_in_any_layout(strategy, tmp_path):
     """Created from such params, given them in the middle of training, saved and restored."""
-    tx = jda.distributed_fused_adamw(
-        **HYPER, mesh=jax.make_mesh((8,), ("data",)), **STRATEGIES[strategy]
-    )
+    tx = distributed_adamw(**HYPER, mesh=jax.make_mesh((8,), ("data",)), **STRATEGIES[strategy])
     step = jda.train_step(linear_loss, tx)
     results = []
     for order in (ORDER, {}):
@@ -92,9 +91,7 @@ def test_train_step_has_the_same_bits_in_any_layout(strategy, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_custom_loop_has_the_same_bits_in_any_layout(strategy):
-    tx = jda.distributed_fused_adamw(
-        **HYPER, mesh=jax.make_mesh((8,), ("data",)), sharding_strategy=strategy
-    )
+    tx = distributed_adamw(**HYPER, mesh=jax.make_mesh((8,), ("data",)), sharding_strategy=strategy)
 
     opt = tx.bind(numbers(SMALL, 0))
 
@@ -119,7 +116,7 @@ def test_custom_loop_has_the_same_bits_in_any_layout(strategy):
 
 def test_convolutional_net_has_the_same_bits_in_any_layout():
     """Where its kernels are in memory does not change what a net in NHWC learns."""
-    tx = jda.distributed_fused_adamw(**HYPER, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2]))  # fmt: skip
+    tx = distributed_adamw(**HYPER, mesh=jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2]))  # fmt: skip
     step = jda.train_step(loss, tx)
     x = np.random.default_rng(0).normal(size=(4, 16, 16, 3)).astype(np.float32)
     results = []
@@ -135,7 +132,7 @@ def test_convolutional_net_has_the_same_bits_in_any_layout():
 @pytest.mark.gpu
 def test_train_step_on_a_gpu_has_the_same_bits_in_any_layout():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("gpu")[:1])
-    tx = jda.distributed_fused_adamw(**HYPER, mesh=mesh)
+    tx = distributed_adamw(**HYPER, mesh=mesh)
     results = []
     for order in (ORDER, {}):
         step, state = jda.train_step(linear_loss, tx), None

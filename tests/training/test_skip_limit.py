@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
+from support.optimizers import distributed_adamw
 
 
 class Count:
@@ -77,7 +78,7 @@ def test_skip_limit_counts_nonfinite_losses_of_applied_steps():
 
 @pytest.mark.parametrize("loss_scale", [None, 1.0])
 def test_skip_limit_raises_for_nan_batches(cpu_mesh, loss_scale):
-    tx = jda.distributed_fused_adamw(1e-2, mesh=cpu_mesh(2), loss_scale=loss_scale)
+    tx = distributed_adamw(1e-2, mesh=cpu_mesh(2), loss_scale=loss_scale)
     state = jda.TrainState.create({"w": jnp.ones(3)}, tx)
     step = jda.train_step(lambda params, x: jnp.sum(x @ params["w"]), tx)
     limit, what = jda.SkipLimit(2, lag=1), "loss" if loss_scale is None else "gradients"
@@ -88,7 +89,7 @@ def test_skip_limit_raises_for_nan_batches(cpu_mesh, loss_scale):
 
 
 def test_skip_limit_ends_a_run_that_skips_every_step(cpu_mesh):
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         1e-2, mesh=cpu_mesh(2), loss_scale=jda.DynamicLossScale(2.0**15), weight_decay=0.1
     )
     state = jda.TrainState.create({"w": jnp.ones(3)}, tx)

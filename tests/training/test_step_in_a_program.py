@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
@@ -22,9 +23,7 @@ def loss(params, x):
 
 
 def made(cpu_mesh, strategy="optim", **kwargs):
-    tx = jda.distributed_fused_adamw(
-        mesh=cpu_mesh(4), sharding_strategy=strategy, loss_scale=8.0, **HYPER
-    )
+    tx = distributed_adamw(mesh=cpu_mesh(4), sharding_strategy=strategy, loss_scale=8.0, **HYPER)
     rng = np.random.default_rng(0)
     params = {
         "w": jnp.asarray(rng.normal(size=(256, 128)), jnp.bfloat16),
@@ -102,7 +101,7 @@ def test_given_compiler_options_override_chosen_ones(cpu_mesh, h200s):
     step, *_ = made(cpu_mesh)
     assert step.compiler_options == {}
     given = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
-    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(2))
+    tx = distributed_adamw(1e-3, mesh=h200s(2))
     step = jda.train_step(loss, tx, compiler_options=given)
     chosen = step.compiler_options
     assert chosen["xla_gpu_all_gather_combine_threshold_bytes"] == 1
@@ -111,7 +110,7 @@ def test_given_compiler_options_override_chosen_ones(cpu_mesh, h200s):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_options_that_do_not_reach_the_program_warn_once_on_gpus(h200s, n):
-    tx = jda.distributed_fused_adamw(1e-3, mesh=h200s(n))
+    tx = distributed_adamw(1e-3, mesh=h200s(n))
     state = jda.TrainState.shapes(params_of(jnp.float32), tx)
     batch = placed(h200s(n), jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), P("data"))
     step = jda.train_step(loss_fn, tx)
@@ -130,7 +129,7 @@ def test_options_that_do_not_reach_the_program_warn_once_on_gpus(h200s, n):
 def test_options_of_the_outer_program_make_the_same_collectives(h200s):
     """With them a traced step sends as many arrays one by one as a call of it does."""
     mesh = h200s(2)
-    tx = jda.distributed_fused_adamw(1e-3, mesh=mesh)
+    tx = distributed_adamw(1e-3, mesh=mesh)
     state = jda.TrainState.shapes(params_of(jnp.float32), tx)
     batch = placed(mesh, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), P("data"))
     options = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}

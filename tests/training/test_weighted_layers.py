@@ -10,6 +10,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_same_trees
 from support.h200 import placed
+from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
 from support.scanned import (
@@ -31,7 +32,7 @@ KINDS = {
 
 def make_tx(mesh, **kwargs):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    return jda.distributed_fused_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
+    return distributed_adamw(**HYPER, mesh=mesh, policy=policy, **kwargs)
 
 
 def weighted_products(gather):
@@ -159,7 +160,7 @@ def test_computing_the_weight_first_adds_no_operations(h200s, accumulate_steps):
     """What loss_fn computes besides the weight is not computed, gathered or sent once more."""
     mesh = h200s(8)
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
-    tx = jda.distributed_fused_adamw(
+    tx = distributed_adamw(
         **HYPER, mesh=mesh, policy=policy, sharding_strategy="optim_grads_params", stacked=is_stacked
     )  # fmt: skip
     params = jax.tree.map(
