@@ -22,7 +22,7 @@ import numpy as np
 from lm import report
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import calls
 
 STORAGE = {
     "float32": dict(main_params_dtype=jnp.float32),
@@ -64,7 +64,7 @@ def checksum(arrays):
 
 def measure(row, width, steps):
     """Takes steps and returns what a row records."""
-    host_memory.WINDOW = row.get("window", host_memory.WINDOW)
+    calls.WINDOW = row.get("window", calls.WINDOW)
     mesh = jax.make_mesh((1,), ("data",))
     algorithm = jda.fused_adamw(1e-3, weight_decay=0.1, **STORAGE[row["storage"]])
     options = {"state_buffer_bytes": row["buffer_bytes"]} if "buffer_bytes" in row else {}

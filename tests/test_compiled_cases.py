@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdistadam.distributed import accumulate, communication, model_axes, step
+from jdistadam.distributed import accumulate, communication, model_axes, step, verdict
 from jdistadam.kernels import multi_tensor
 from support import covering
 from support.fast_compilation import AS_FOR_USERS
@@ -95,13 +95,13 @@ def old_parameters(monkeypatch):
 
 
 def clipped_twice(monkeypatch):
-    step_scalars = step.step_scalars
+    scalars_of = verdict._scalars
 
     def twice(*args):
-        scalars = step_scalars(*args)
+        scalars = scalars_of(*args)
         return scalars._replace(inv_scale=scalars.inv_scale * scalars.inv_scale)
 
-    monkeypatch.setattr(step, "step_scalars", twice)
+    monkeypatch.setattr(verdict, "_scalars", twice)
 
 
 PLANTED = (wrong_pairs, wrong_dtype, lost_micro_batch, wrong_divisor, old_parameters, clipped_twice)

@@ -22,7 +22,7 @@ from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.flat_parts import FlatParts
-from jdistadam.distributed.layout import Layout, Leaf, make_layout
+from jdistadam.distributed.layout import Bucket, Layout, Leaf, arrays_of, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
@@ -63,8 +63,14 @@ class DistributedConfig:
 
     @property
     def steps_in_windows(self) -> bool:
-        """Whether a step may update windows of the state: [Note: windows] in host_memory.py."""
+        """Whether a step may update windows of the state: calls.py."""
         return self.updates_early or any(name != "ema" for name in self.on_host)
+
+    def arrays_on_host(self, bucket: Bucket) -> tuple[str, ...]:
+        """Returns the arrays of a bucket that a step updates, and that are in host memory."""
+        if bucket.is_resident:
+            return ()
+        return tuple(name for name in arrays_of(bucket) if name in self.on_host)
 
     def state_sharding(self, name: str) -> Any:
         """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``, or of its parts."""

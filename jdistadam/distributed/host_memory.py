@@ -9,20 +9,14 @@ leave, so that the backward pass waits for neither. The kernel gets arrays that 
 window. Its result for an element does not depend on the element's position in the flat state, so
 the results equal those of a state on the device.
 
-A training step updates windows in the order in which the backward pass makes their gradients
-(``update_order``). XLA then updates the first ones during that pass, unless they depend on all
-gradients.
-
 Every call depends on the previous one, if necessary by an operand that it does not read. So XLA
 cannot reorder the calls, and never copies an array on the host to keep an older value of it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -32,17 +26,10 @@ from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, offset_of, operand_of
 from jdistadam.distributed.flat_parts import FlatParts
-from jdistadam.distributed.layout import Bucket, Layout, aligned
-from jdistadam.distributed.packing import Piece
+from jdistadam.distributed.layout import Bucket, aligned
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
 from jdistadam.kernels.host_copy import Lines
-
-WINDOW = 1 << 24
-"""Maximum number of state elements in a window, unless a packed bucket has more."""
-
-update_order: Any = jax.make_user_context(())
-"""Indices of leaves in the order in which their gradients are known; empty if it is unknown."""
 
 
 def map_arrays(names: Collection[str], function: Callable[[Any], Any], opt_state: Any) -> Any:
@@ -94,93 +81,6 @@ def check_memory(config: DistributedConfig | None, **named: Any) -> None:
         trees.check_memory(how, **kept)
 
 
-def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
-    """Splits buckets, in order, into windows that do not overlap.
-
-    Either all buckets of a window have main parameters, or none.
-
-    Args:
-      layout: The layout.
-      indices: Indices of buckets.
-      splits: Whether to split a bucket of a single leaf that is larger than a window.
-    """
-    found: list[list[Piece]] = []
-    for i in indices:
-        for piece in _pieces(layout, i, splits):
-            if not (found and _may_join(found[-1], piece)):
-                found.append([])
-            found[-1].append(piece)
-    return found
-
-
-def ordered(windows: Sequence[list[Piece]]) -> list[list[Piece]]:
-    """Returns windows in the order in which all their gradients are known."""
-    place = {leaf: i for i, leaf in enumerate(update_order.value)}
-
-    def last(window: Sequence[Piece]) -> int:
-        return max(place.get(leaf, 0) for piece in window for leaf in piece.bucket.leaves)
-
-    return sorted(windows, key=last)
-
-
-def _may_join(window: Sequence[Piece], piece: Piece) -> bool:
-    """Whether a window may have a piece after its last one.
-
-    Not with a gap between them: windows on their way at the same time must not overlap.
-    """
-    first, last = window[0].bucket, window[-1]
-    follows = piece.bucket.offset == last.bucket.offset + aligned(last.bucket.shard_size)
-    fits = _size([first, piece.bucket]) <= WINDOW
-    return follows and fits and first.has_main == piece.bucket.has_main
-
-
-def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
-    """A bucket, or its parts."""
-    bucket = layout.buckets[index]
-    if not splits or bucket.is_packed or bucket.shard_size <= WINDOW:
-        return [Piece(index, bucket)]
-    found = []
-    for start in range(0, bucket.shard_size, WINDOW):
-        part = dataclasses.replace(
-            bucket,
-            dim=None,
-            shard_shape=(min(WINDOW, bucket.shard_size - start),),
-            offset=bucket.offset + start,
-            moment_offset=bucket.moment_offset + start,
-        )
-        found.append(Piece(index, part, start))
-    return found
-
-
-class Part(NamedTuple):
-    """A window: its pieces, with positions in the flat arrays, and a layout of its own."""
-
-    pieces: list[Piece]
-    layout: Layout
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets of the pieces."""
-        return [piece.bucket for piece in self.pieces]
-
-
-def parts(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Part]:
-    """The windows of all buckets of a layout, those of each kind apart; see ``windows``."""
-    found, of_kind = [], dict[Any, list[int]]()
-    for i in range(len(layout.buckets)):
-        of_kind.setdefault(kinds and kinds[i], []).append(i)
-    for pieces in itertools.chain(*(windows(layout, x, splits=splits) for x in of_kind.values())):
-        buckets = [piece.bucket for piece in pieces]
-        alone = dataclasses.replace(
-            layout,
-            buckets=tuple(within(buckets)),
-            flat_size=_size(buckets),
-            main_size=_size(buckets) if buckets[0].has_main else 0,
-        )
-        found.append(Part(pieces, alone))
-    return found
-
-
 def num_windows(max_bytes: float, window_bytes: float) -> int:
     """The number of windows that may be on a device at the same time: one each way, and a third."""
     return max(3, int(max_bytes / max(window_bytes, 1)))
@@ -190,19 +90,6 @@ def bytes_at_once(sizes: Sequence[int], max_bytes: float) -> int:
     """The bytes of windows of these sizes that are on a device at the same time."""
     largest = max(sizes, default=0)
     return largest * min(len(sizes), num_windows(max_bytes, largest))
-
-
-def within(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Returns buckets with positions relative to a window that begins with the first."""
-    first = buckets[0]
-    return [
-        dataclasses.replace(
-            bucket,
-            offset=bucket.offset - first.offset,
-            moment_offset=bucket.moment_offset - first.moment_offset,
-        )
-        for bucket in buckets
-    ]
 
 
 def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
@@ -316,8 +203,3 @@ class Stream:
 def _by_path(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): x for path, x in leaves}
-
-
-def _size(buckets: Sequence[Bucket]) -> int:
-    """Elements of the flat state from the first bucket to the end of the last."""
-    return buckets[-1].offset + aligned(buckets[-1].shard_size) - buckets[0].offset

@@ -20,7 +20,7 @@ from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import bucket_leaves, flat_moments, host_memory, packing
+from jdistadam.distributed import bucket_leaves, calls, flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Bucket, Layout
@@ -95,7 +95,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     """Main parameters of global arrays in host memory, made there window by window."""
 
     def local(tree: Params, flat: jax.Array) -> jax.Array:
-        for part in host_memory.parts(layout, splits=False):
+        for part in calls.parts(layout, splits=False):
             if part.layout.main_size:
                 new = main_shard(config, part.layout, jax.tree.leaves(tree))
                 flat = host_memory.put(flat, new, part.buckets)
@@ -386,7 +386,7 @@ def _next_in_windows(
 ) -> Any:
     """``next_ema`` for an average in host memory: [Note: windows] in host_memory.py."""
     here = dataclasses.replace(config, on_host=())
-    parts = host_memory.parts(layout, splits=True)
+    parts = calls.parts(layout, splits=True)
     mains = [main if x.layout.main_size else None for x in parts]
     arrays, lines = [], []
     for part, of_part in zip(parts, mains, strict=True):
@@ -409,7 +409,7 @@ def _new_in_windows(
     config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
 ) -> Any:
     """``new_ema`` written into a flat array on the host."""
-    for part in host_memory.parts(layout, splits=False):
+    for part in calls.parts(layout, splits=False):
         has_main = main is not None and part.layout.main_size
         of_part = host_memory.cut(main, part.buckets) if has_main else None
         new = new_ema(config, part.layout, params, of_part)

@@ -26,6 +26,7 @@ from jdistadam.core.guards import LossScaleState
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError
 from jdistadam.kernels import multi_tensor
 from jdistadam.kernels.reference import KINDS, Asked, num_runs, pairwise_sum
@@ -121,9 +122,7 @@ def norms_of(
     config: DistributedConfig,
     layout: Layout,
     sums: Sequence[tuple[Sequence[Bucket], jax.Array]],
-    norm: jax.Array,
-    is_skipped: jax.Array | None,
-    is_other: jax.Array,
+    verdict: Verdict,
 ) -> dict[str, jax.Array] | None:
     """Returns the norms of a step by name; None without ``norms``.
 
@@ -131,20 +130,19 @@ def norms_of(
       config: The configuration.
       layout: The layout.
       sums: For each kernel call its buckets, and the local sums of squares of their leaves.
-      norm: The global norm of the mean gradient.
-      is_skipped: Whether the step was skipped; None if it cannot be.
-      is_other: Whether the state has another layout: then the norms are NaN.
+      verdict: The norm of the mean gradient, and whether the step was skipped.
     """
     if config.norms is None:
         return None
     groups = groups_of(config.norms, layout)
+    norm, is_skipped = verdict.norm, verdict.is_skipped
     if not groups:
         return dict.fromkeys(names_of(config.norms, layout), jnp.zeros((), jnp.float32))
     squares = _summed(config, list(groups.values()), sums)
     everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
-    norms = jnp.where(is_other, jnp.nan, jnp.sqrt(everything))
+    norms = jnp.where(verdict.is_other, jnp.nan, jnp.sqrt(everything))
     if config.max_grad_norm is not None:
-        # Like grad_norm: before clipping, which a skipped step does not apply (step_scalars).
+        # Like grad_norm: before clipping, which a skipped step does not apply (verdict.py).
         limit = jnp.float32(config.max_grad_norm)
         is_whole = norm <= limit if is_skipped is None else (norm <= limit) | is_skipped
         norms = norms.at[:, 0].multiply(jnp.where(is_whole, 1, norm / limit))

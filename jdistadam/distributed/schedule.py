@@ -90,7 +90,7 @@ Phase = tuple[Collective, ...]
 MERGED_BYTES = 256 << 20
 """``train_step`` lets XLA merge collectives up to this many bytes of results.
 
-Kernel calls are split accordingly: [Note: gathers beside updates] in update.py.
+Kernel calls are split accordingly: [Note: gathers beside updates] in calls.py.
 
 XLA's own limit of 30 MiB counts shards: it merges most models into one collective that starts when
 the last gradient is ready. This is large enough for bandwidth and leaves work to overlap.
@@ -144,11 +144,14 @@ class Schedule:
       layout: The positions of all leaves and buckets.
       buckets: One entry for each bucket of the layout, in its order.
       treedef: The structure of the params.
+      order: The leaves in the order in which a backward pass in the step's program makes their
+        gradients; (): there is one, in an unknown order. None: gradients exist before.
     """
 
     layout: Layout
     buckets: tuple[BucketSchedule, ...]
     treedef: Any = None
+    order: tuple[int, ...] | None = None
 
     def whole(self) -> Any:
         """Returns the tree of shapes of unsharded params on a device."""

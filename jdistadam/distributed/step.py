@@ -35,14 +35,7 @@ from jax import lax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import make_primitive
-from jdistadam.core.guards import (
-    LossScaleState,
-    NormGuardState,
-    new_loss_scale,
-    new_norm_guard,
-    next_loss_scale,
-    next_norm_guard,
-)
+from jdistadam.core.guards import LossScaleState, new_loss_scale, new_norm_guard
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
@@ -63,13 +56,9 @@ from jdistadam.distributed.state import (
     differs,
     find_state,
 )
-from jdistadam.distributed.update import (
-    FlatState,
-    UpdateResult,
-    skipped,
-    step_scalars,
-    update_shards,
-)
+from jdistadam.distributed.store import FlatState
+from jdistadam.distributed.update import ShardUpdate, update_shards
+from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError
 from jdistadam.kernels import multi_tensor, native
 
@@ -137,37 +126,26 @@ def step_local(
     layout = schedule.layout
     check_step(config, layout, state)
     leaves: list[Any] = jax.tree.leaves(params)
-    is_other = differs(state.layout_digest, config.layout_digest(layout))
-    if config.communication.is_peer and schedule.buckets:
-        done = step_over_peer_memory(config, schedule, grads, state, leaves, is_other)
-    else:
-        summed = sum_over_devices(config, schedule, grads)
-        norm, found_inf = norm_and_finite(config, layout, summed, state.scaling)
-        norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
-        is_skipped = skipped(config, state, norm, found_inf, summed.is_empty, is_other)
-        scalars = step_scalars(config, state, summed.mean_scale, norm, is_skipped, is_other)
-        flat, shards, gathered, sums = update_shards(
-            config, schedule, scalars, grads=summed.arrays, state=state, params=leaves
-        )
-        new = leaves_of_buckets(layout, gathered)
-        if config.policy.param_comm_dtype is not None:
-            # Rounding for sending would change params that a skipped step must leave unchanged.
-            new = {i: trees.keep_if(is_skipped, leaves[i], leaf) for i, leaf in new.items()}
-        norms = norms_of(config, layout, sums, norm, is_skipped, is_other)
-        done = UpdateResult(flat, shards, new, norm, found_inf, is_skipped, summed.is_empty, norms)
-    for i, leaf in done.leaves.items():
+    over_peers = config.communication.is_peer and bool(schedule.buckets)
+    update = step_over_peer_memory if over_peers else _step_over_xla
+    done, verdict = update(config, schedule, grads, state, leaves)
+    new = leaves_of_buckets(layout, done.gathered)
+    if config.policy.param_comm_dtype is not None:
+        # Rounding for sending would change params that a skipped step must leave unchanged.
+        new = {i: trees.keep_if(verdict.is_skipped, leaves[i], leaf) for i, leaf in new.items()}
+    for i, leaf in new.items():
         leaves[i] = leaf  # frozen and empty leaves stay unchanged
-    is_skipped = done.is_skipped
+    is_skipped = verdict.is_skipped
     new_state = DistributedState(
         count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
         main_params=done.flat.main_params,
         mu=done.flat.mu,
         nu=done.flat.nu,
-        grad_norm=done.norm,
+        grad_norm=verdict.norm,
         layout_digest=state.layout_digest,
-        scaling=_next_scaling(config, state.scaling, done.found_inf, done.is_empty),
+        scaling=verdict.next_scaling(config, state.scaling),
         key=state.key,
-        guard=_next_guard(config, state.guard, done, is_other),
+        guard=verdict.next_guard(config, state.guard),
         ema=next_ema(
             config,
             layout,
@@ -178,35 +156,37 @@ def step_local(
             after=jax.tree.leaves(done.flat),  # windows of both are not on the device at once
         ),
     )
-    learning_rate = jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count))
-    params = schedule.treedef.unflatten(leaves)
-    return StepResult(params, new_state, is_skipped, is_other, learning_rate, done.norms)
+    return StepResult(
+        schedule.treedef.unflatten(leaves),
+        new_state,
+        is_skipped,
+        verdict.is_other,
+        jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count)),
+        norms_of(config, layout, done.squares, verdict),
+    )
 
 
-def _next_scaling(
+def _is_other(config: DistributedConfig, schedule: Schedule, state: DistributedState) -> jax.Array:
+    """Whether the state has another layout than that of the params."""
+    return differs(state.layout_digest, config.layout_digest(schedule.layout))
+
+
+def _step_over_xla(
     config: DistributedConfig,
-    scaling: LossScaleState | None,
-    found_inf: jax.Array,
-    is_empty: jax.Array | None,
-) -> LossScaleState | None:
-    """The loss scale of the next step. A step of total weight zero does not change it."""
-    if scaling is None:
-        return None
-    assert config.loss_scale is not None
-    return trees.keep_if(is_empty, scaling, next_loss_scale(config.loss_scale, scaling, found_inf))
-
-
-def _next_guard(
-    config: DistributedConfig, guard: NormGuardState | None, done: UpdateResult, is_other: jax.Array
-) -> NormGuardState | None:
-    """The state of the guard after a step. Steps skipped for another reason do not count."""
-    if config.norm_guard is None or guard is None:
-        return None
-    is_void = done.found_inf | is_other
-    if done.is_empty is not None:
-        is_void |= done.is_empty
-    assert done.is_skipped is not None
-    return next_norm_guard(config.norm_guard, guard, done.norm, done.is_skipped, ~is_void)
+    schedule: Schedule,
+    grads: Grads,
+    state: DistributedState,
+    leaves: list[Any],
+) -> tuple[ShardUpdate, Verdict]:
+    """Reduction, norm, kernels, and gathers by XLA's collectives."""
+    is_other = _is_other(config, schedule, state)
+    summed = sum_over_devices(config, schedule, grads)
+    norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
+    verdict = Verdict.of(config, state, norm, found_inf, grads=summed, is_other=is_other)
+    done = update_shards(
+        config, schedule, verdict.scalars, grads=summed.arrays, state=state, params=leaves
+    )
+    return done, verdict
 
 
 def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
@@ -276,18 +256,13 @@ _passed_p = make_primitive(
 )
 
 
-sending_ahead: Any = jax.make_user_context(False)
-"""Whether gradients come in sequence from a backward pass of this program: [Note: sent ahead]."""
-
-
 def step_over_peer_memory(
     config: DistributedConfig,
     schedule: Schedule,
     grads: Grads,
     state: DistributedState,
     leaves: list[Any],
-    is_other: jax.Array,
-) -> UpdateResult:
+) -> tuple[ShardUpdate, Verdict]:
     """Reduction, norm, update and new parameters, bitwise equal to float32 sums over XLA.
 
     Args:
@@ -296,12 +271,12 @@ def step_over_peer_memory(
       grads: Local gradients, or the result of ``accumulate``.
       state: The state.
       leaves: The leaves of the params.
-      is_other: Whether the state has another layout.
     """
+    is_other = _is_other(config, schedule, state)
     local = local_grads(config, schedule, grads)
     scaling, buckets = state.scaling, schedule.layout.buckets
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
-    is_early = sending_ahead.value
+    is_early = schedule.order is not None  # [Note: sent ahead]
     is_sent = [is_early and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
     flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets, is_sent)
     arrays, received = _send_ahead(config, spec, buckets, local.arrays)
@@ -310,11 +285,10 @@ def step_over_peer_memory(
         arrays, squares, found = multi_tensor.sum_over_peers(spec, norm_scale, arrays, received)
         received = []
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
-    norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
-    is_skipped = skipped(config, state, norm, found_inf, local.is_empty, is_other)
+    verdict = Verdict.of(config, state, norm, found_inf, grads=local, is_other=is_other)
     params, flat_arrays, of_sums = multi_tensor.step_over_peers(
         spec,
-        step_scalars(config, state, local.mean_scale, norm, is_skipped, is_other),
+        verdict.scalars,
         arrays,
         received,
         flat,
@@ -323,11 +297,9 @@ def step_over_peer_memory(
         summed=config.takes_norm_first,
     )
     if of_sums is not None:
-        norm, found_inf = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
-        norm = jnp.where(is_other, jnp.nan, norm)
-    new = leaves_of_buckets(schedule.layout, params)
-    flat = FlatState(*flat_arrays)
-    return UpdateResult(flat, params, new, norm, found_inf, is_skipped, local.is_empty)
+        known = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
+        verdict = verdict.with_norm(*known)
+    return ShardUpdate(FlatState(*flat_arrays), params, params), verdict
 
 
 def _send_ahead(

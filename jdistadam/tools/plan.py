@@ -15,7 +15,7 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.codecs import FLOAT32, NOTHING
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import calls, host_memory
 from jdistadam.distributed.communication import Communication, keeps_shards_alone
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import bytes_of_moment
@@ -187,13 +187,13 @@ def _windows(config: DistributedConfig, layout: Layout) -> int:
         main = NOTHING
     kinds = [(x.dtype, x.has_main, x.is_coded) for x in layout.buckets]
     of_step, of_average = list[int](), list[int]()
-    for part in host_memory.parts(layout, splits=config.norms is None, kinds=kinds):
+    for part in calls.parts(layout, splits=config.norms is None, kinds=kinds):
         codecs = [storage.codec_of(name) for name in ("mu", "nu") if name in config.on_host]
         used = [x if part.buckets[0].is_coded or not x.is_coded else FLOAT32 for x in codecs]
         moments = sum(x.nbytes(part.layout.flat_size) for x in used)
         of_step += [size] if (size := main.nbytes(part.layout.main_size) + moments) else []
     if "ema" in config.on_host:
-        parts = host_memory.parts(layout, splits=True)
+        parts = calls.parts(layout, splits=True)
         of_average = [main.nbytes(x.layout.main_size) + 4 * x.layout.flat_size for x in parts]
     most = config.state_buffer_bytes
     return max(host_memory.bytes_at_once(sizes, most) for sizes in (of_step, of_average))

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
-from jdistadam.distributed import host_memory
 from jdistadam.distributed.norms import names_of
 from jdistadam.distributed.state import (
     DistributedState,
@@ -23,7 +22,6 @@ from jdistadam.distributed.state import (
     find_state,
     is_distributed_state,
 )
-from jdistadam.distributed.step import sending_ahead
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.checks import is_known, remember_params
@@ -95,9 +93,9 @@ class StepProgram:
             loss_scale=None if scaling is None else scaling.loss_scale,
             report_nonfinite=self.options.report_nonfinite,
         )
-        with sending_ahead(True), host_memory.update_order(local.order):
-            assert tx.bound is not None
-            result = tx.functions.local_step(tx.bound, local.grads, state.opt_state, state.params)
+        assert tx.bound is not None
+        schedule = dataclasses.replace(tx.bound, order=local.order)
+        result = tx.functions.local_step(schedule, local.grads, state.opt_state, state.params)
         model_state = _mean_over_devices(local.model_state, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, forward.next_rng)

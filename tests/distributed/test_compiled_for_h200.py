@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import calls
 from support.h200 import (
     WIDTH,
     by_op,
@@ -131,7 +131,7 @@ def test_one_device_copies_nothing(h200s, dtype):
 
 
 def test_early_updates_of_rematerialized_layers_copy_no_parameter(h200s, monkeypatch):
-    monkeypatch.setattr(host_memory, "WINDOW", 4 * WIDTH**2)
+    monkeypatch.setattr(calls, "WINDOW", 4 * WIDTH**2)
 
     @jax.checkpoint
     def layer(weights, x):

@@ -5,7 +5,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from jdistadam.distributed import schedule, update
+from jdistadam.distributed import calls, schedule
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, first_state, make_tx, run
 from support.h200 import compile_step
@@ -23,21 +23,21 @@ CASES = {
 @often(lambda case: case in ("ZeRO-1", "replicas"))
 def test_bits_do_not_depend_on_the_number_of_calls(case, monkeypatch):
     place, policy, options = CASES[case]
-    found, calls = [], []
-    merged = update._merged
+    found, groups = [], []
+    merged = calls._merged
 
     def noted(*args):
-        calls.append(merged(*args))
-        return calls[-1]
+        groups.append(merged(*args))
+        return groups[-1]
 
-    monkeypatch.setattr(update, "_merged", noted)
+    monkeypatch.setattr(calls, "_merged", noted)
     for limit in (schedule.MERGED_BYTES, 1):
-        monkeypatch.setattr(update, "MERGED_BYTES", limit)
+        monkeypatch.setattr(calls, "MERGED_BYTES", limit)
         tx = make_tx(place, policy, bucket_bytes=1 << 10, **options)
         state = first_state(tx, policy)
         found.append(list(run(tx, state, batches(), micro=3))[-1])
-        assert max(map(len, calls)) == 1 or limit == 1
-    assert max(map(len, calls)) >= 3
+        assert max(map(len, groups)) == 1 or limit == 1
+    assert max(map(len, groups)) >= 3
     assert_trees_same_bits(*found)
 
 
@@ -45,7 +45,7 @@ def test_bits_do_not_depend_on_the_number_of_calls(case, monkeypatch):
 def test_gathers_run_beside_updates_on_h200s(h200s, clip, monkeypatch):
     """And nothing is copied for that."""
     limit = 1 << 21  # bytes of one matrix
-    monkeypatch.setattr(update, "MERGED_BYTES", limit)
+    monkeypatch.setattr(calls, "MERGED_BYTES", limit)
     options = {"xla_gpu_all_gather_combine_threshold_bytes": limit}
     _, _, compiled = compile_step(
         h200s(2), jnp.bfloat16, jnp.bfloat16, max_grad_norm=clip, options=options
@@ -65,8 +65,8 @@ def test_gathers_run_beside_updates_on_h200s(h200s, clip, monkeypatch):
     ("place", "count"), [("one device", 1), ("flat-no_shard", 1), ("flat-optim", 5)]
 )
 def test_calls_without_gathers_are_not_split(place, count, monkeypatch):
-    monkeypatch.setattr(update, "MERGED_BYTES", 1)
+    monkeypatch.setattr(calls, "MERGED_BYTES", 1)
     tx = make_tx(place, "bfloat16", bucket_bytes=1 << 10)
     params = tx.config.tensor_local(first_state(tx, "bfloat16").params)
     found = tx.config.schedule(params)
-    assert len(update._merged(found, range(len(found.buckets)))) == count
+    assert len(calls._merged(found, range(len(found.buckets)))) == count

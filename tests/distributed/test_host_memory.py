@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import calls, host_memory, update
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
 from jdistadam.kernels.host_copy import Lines
@@ -34,7 +34,7 @@ GUARD = jda.NormGuard(max_ratio=3.0, window=4, warmup_steps=2)
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
     """States of a few thousand elements have several."""
-    monkeypatch.setattr(host_memory, "WINDOW", 2048)
+    monkeypatch.setattr(calls, "WINDOW", 2048)
 
 
 def of_few(tree):
@@ -328,15 +328,15 @@ CODED |= dict(rounding="stochastic", seed=3)
 @pytest.mark.parametrize("wrap", [lambda loss: loss, jax.jit, jax.checkpoint])
 def test_windows_follow_the_backward_pass(wrap, monkeypatch):
     """The last layers come first; a leaf that the first and the last one use comes last."""
-    monkeypatch.setattr(host_memory, "WINDOW", 1024)
-    orders, ordered = [], host_memory.ordered
+    monkeypatch.setattr(calls, "WINDOW", 1024)
+    orders, make_calls = [], update.make_calls
 
-    def noted(windows):
-        found = ordered(windows)
-        orders.append([x.bucket.leaves[0] for window in found for x in window])
+    def noted(*args):
+        found = make_calls(*args)
+        orders.append([x.bucket.leaves[0] for call in found for x in call.pieces])
         return found
 
-    monkeypatch.setattr(host_memory, "ordered", noted)
+    monkeypatch.setattr(update, "make_calls", noted)
 
     def loss(params, x):
         h = x @ params["a tied"]
@@ -377,7 +377,7 @@ def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
     three, name = planned.buffers["windows of the state"], "windows of the state"
     for times, windows in (
         (2, 6),
-        (1000, len(host_memory.parts(tx.layout(state.params), splits=True))),
+        (1000, len(calls.parts(tx.layout(state.params), splits=True))),
     ):
         larger = over(2, "8 bits", "pinned_host", state_buffer_bytes=times * three)
         assert 3 * jda.plan(state.params, larger).buffers[name] == windows * three
@@ -445,7 +445,7 @@ def test_host_state_on_one_gpu_has_the_bits_of_device_memory(policy, tmp_path):
 @pytest.mark.parametrize("case", ["codes", "floats"])
 def test_many_windows_on_one_gpu_change_no_bit(case, monkeypatch):
     """Six of them at a time, large enough for copies and kernels to overlap."""
-    monkeypatch.setattr(host_memory, "WINDOW", 1 << 20)
+    monkeypatch.setattr(calls, "WINDOW", 1 << 20)
     mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.normal(size=(3 << 10, 1 << 10)) for i in range(4)}
@@ -485,7 +485,7 @@ def test_many_windows_on_one_gpu_change_no_bit(case, monkeypatch):
 @often(lambda policy, count: (policy, count) != ("8 bits", 3))
 def test_state_is_updated_in_place_window_by_window_on_h200s(h200s, policy, count, monkeypatch):
     """The state is updated in place on the host, window by window, with copies in both directions."""
-    monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
+    monkeypatch.setattr(calls, "WINDOW", 1 << 18)
     monkeypatch.setattr(host_memory, "num_windows", lambda *_: count)
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     tx = make_tx(
@@ -554,7 +554,7 @@ def compiled_layers(
     h200s, monkeypatch, *, devices=1, micro=1, layers=12, parts=1, rows=64, **options
 ):
     """Compiles a step of some layers, each of which is cut into parts: text and memory."""
-    monkeypatch.setattr(host_memory, "WINDOW", h200.WIDTH**2 // devices // parts)
+    monkeypatch.setattr(calls, "WINDOW", h200.WIDTH**2 // devices // parts)
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices("cpu")[:devices])
     options = dict(loss_scale=None, max_grad_norm=None) | options
     tx = make_tx("one device", "8 bits", mesh=mesh, **options)
@@ -614,7 +614,7 @@ def test_parts_of_leaves_are_joined_once_on_h200s(h200s, monkeypatch):
     """Written one by one into an array, each would copy it, and XLA's scheduler would delay the
     gradients of weights to run these copies beside them: three times the memory.
     """
-    monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
+    monkeypatch.setattr(calls, "WINDOW", 1 << 18)
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
     tx = make_tx("one device", "8 bits", mesh=mesh, state_memory="pinned_host", max_grad_norm=1.0)
     params = h200.params_of(jnp.bfloat16)
@@ -628,7 +628,7 @@ def test_parts_of_leaves_are_joined_once_on_h200s(h200s, monkeypatch):
 
 
 def test_a_loop_over_steps_compiled_for_h200s_keeps_the_state_in_place(h200s, monkeypatch):
-    monkeypatch.setattr(host_memory, "WINDOW", 1 << 18)
+    monkeypatch.setattr(calls, "WINDOW", 1 << 18)
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
     tx = make_tx("one device", "8 bits", mesh=mesh, state_memory="pinned_host", loss_scale=None)
     params = h200.params_of(jnp.bfloat16)

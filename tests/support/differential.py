@@ -30,7 +30,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import calls
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.configurations import (
     GROUPS,
@@ -50,7 +50,7 @@ from support.norms import assert_near
 from support.optimizers import distributed_adam, distributed_adamw
 from support.reference_training import SEED, Batch, Reference
 
-host_memory.WINDOW = 4096  # elements, of which these states have more
+calls.WINDOW = 4096  # elements, of which these states have more
 
 
 def make_params(config):

@@ -4,19 +4,20 @@ import inspect
 
 import jdistadam as jda
 
-_OPTIONS = set(list(inspect.signature(jda.distributed).parameters)[1:])
+
+def _around(adam):
+    own = list(inspect.signature(adam).parameters.values())
+    options = list(inspect.signature(jda.distributed).parameters.values())[1:]
+    names = {option.name for option in options}
+
+    def made(*args, **given):
+        chosen = {name: given.pop(name) for name in names & given.keys()}
+        return jda.distributed(adam(*args, **given), **chosen)
+
+    made.__name__ = f"distributed_{adam.__name__}"
+    made.__signature__ = inspect.Signature(own + options)
+    return made
 
 
-def _made(adam, args, given):
-    options = {name: given.pop(name) for name in _OPTIONS & given.keys()}
-    return jda.distributed(adam(*args, **given), **options)
-
-
-def distributed_adamw(*args, **given):
-    """``jda.distributed`` around ``jda.fused_adamw``."""
-    return _made(jda.fused_adamw, args, given)
-
-
-def distributed_adam(*args, **given):
-    """``jda.distributed`` around ``jda.fused_adam``."""
-    return _made(jda.fused_adam, args, given)
+distributed_adamw = _around(jda.fused_adamw)
+distributed_adam = _around(jda.fused_adam)

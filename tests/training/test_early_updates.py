@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 import jdistadam as jda
-from jdistadam.distributed import host_memory
+from jdistadam.distributed import calls
 from jdistadam.training import early_updates, step_program
 from jdistadam.training.early_updates import with_early_updates
 from support.bits import assert_trees_same_bits
@@ -39,7 +39,7 @@ DEVICE = dict(early_updates=True)
 
 def made(monkeypatch, loss, devices=1, micro=1, memory=HOST, **options):
     """A step whose windows are layers, its first state and batches."""
-    monkeypatch.setattr(host_memory, "WINDOW", WIDTH**2 // devices)
+    monkeypatch.setattr(calls, "WINDOW", WIDTH**2 // devices)
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices("cpu")[:devices])
     tx = jda.distributed(
         jda.fused_adamw(1e-2, weight_decay=0.1),

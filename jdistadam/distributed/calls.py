@@ -1,0 +1,209 @@
+"""The kernel calls of a step, decided before any of them is made.
+
+A call steps *pieces*: buckets, or parts of one. What decides the calls:
+
+- A call has buckets of one mix of dtypes, whose arrays are in one memory.
+- [Note: gathers beside updates] It has no more buckets than those whose new parameters XLA sends in
+  one merged all-gather. The gather of one call then runs beside the next call. The call after that
+  waits for it: otherwise XLA starts all gathers when the last call has ended.
+- A state in host memory is updated in *windows*, and so is one that is updated early, with all
+  gathers at the end. A training step updates windows in the order in which the backward pass makes
+  their gradients, as far as it is known. XLA then updates the first ones during that pass, unless
+  they depend on all gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Bucket, Layout, aligned
+from jdistadam.distributed.packing import Piece
+from jdistadam.distributed.schedule import MERGED_BYTES, Schedule
+
+WINDOW = 1 << 24
+"""Maximum number of state elements in a window, unless a packed bucket has more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One kernel call.
+
+    Attributes:
+      pieces: What it steps.
+      on_host: The arrays of its buckets that are in host memory between steps.
+      waits_for: Buckets whose gathered parameters must have arrived before it starts.
+      gathers: Buckets whose new parameters are complete, and are gathered, when it ends.
+    """
+
+    pieces: tuple[Piece, ...]
+    on_host: tuple[str, ...]
+    waits_for: tuple[int, ...] = ()
+    gathers: tuple[int, ...] = ()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of its pieces, or the parts of one."""
+        return [piece.bucket for piece in self.pieces]
+
+
+def make_calls(
+    config: DistributedConfig, schedule: Schedule, grad_dtypes: Sequence[Any]
+) -> list[Call]:
+    """Returns the calls of a step, in order.
+
+    Args:
+      config: The configuration.
+      schedule: The schedule of the params, and the order of their gradients.
+      grad_dtypes: The dtype of the summed gradient of each bucket.
+    """
+    layout, of_kind = schedule.layout, dict[Any, list[int]]()
+    for i, bucket in enumerate(layout.buckets):
+        arrays = bucket.has_main, bucket.is_coded, bucket.is_resident
+        of_kind.setdefault((bucket.dtype, grad_dtypes[i], *arrays), []).append(i)
+    in_windows, whole = list[list[Piece]](), list[list[Piece]]()
+    for indices in of_kind.values():
+        is_on_host = bool(config.arrays_on_host(layout.buckets[indices[0]]))
+        if is_on_host or config.updates_early:
+            splits = is_on_host and config.norms is None  # whose sums are of the whole shard
+            in_windows += windows(layout, indices, splits=splits)
+        else:
+            groups = [indices] if config.steps_in_windows else _merged(schedule, indices)
+            whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
+    pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
+    calls = [Call(tuple(x), config.arrays_on_host(x[0].bucket)) for x in pieces]
+    if config.steps_in_windows:
+        return _gathering_at_the_end(calls, len(layout.buckets))
+    indices_of = [tuple(piece.bucket_index for piece in call.pieces) for call in calls]
+    is_sent = [entry.gathered_bytes > 0 for entry in schedule.buckets]
+    waits = [(), (), *(tuple(i for i in x if is_sent[i]) for x in indices_of)]
+    return [
+        dataclasses.replace(call, waits_for=waits[k], gathers=indices_of[k])
+        for k, call in enumerate(calls)
+    ]
+
+
+def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
+    gathers = tuple(range(num_buckets))
+    return calls and [*calls[:-1], dataclasses.replace(calls[-1], gathers=gathers)]
+
+
+def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
+    """Splits buckets, in order, into groups whose gathers XLA merges into one."""
+    groups, nbytes = list[list[int]](), 0
+    for i in indices:
+        added = schedule.buckets[i].gathered_bytes
+        if not groups or (added and nbytes + added > MERGED_BYTES):
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(i)
+        nbytes += added
+    return groups
+
+
+def _as_gradients_come(windows: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:
+    """Windows in the order in which all their gradients are known; ``order``: that of leaves."""
+    place = {leaf: i for i, leaf in enumerate(order)}
+
+    def last(window: Sequence[Piece]) -> int:
+        return max(place.get(leaf, 0) for piece in window for leaf in piece.bucket.leaves)
+
+    return sorted(windows, key=last)
+
+
+def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
+    """Splits buckets, in order, into windows that do not overlap.
+
+    Either all buckets of a window have main parameters, or none.
+
+    Args:
+      layout: The layout.
+      indices: Indices of buckets.
+      splits: Whether to split a bucket of a single leaf that is larger than a window.
+    """
+    found: list[list[Piece]] = []
+    for i in indices:
+        for piece in _pieces(layout, i, splits):
+            if not (found and _may_join(found[-1], piece)):
+                found.append([])
+            found[-1].append(piece)
+    return found
+
+
+def _may_join(window: Sequence[Piece], piece: Piece) -> bool:
+    """Whether a window may have a piece after its last one.
+
+    Not with a gap between them: windows on their way at the same time must not overlap.
+    """
+    first, last = window[0].bucket, window[-1]
+    follows = piece.bucket.offset == last.bucket.offset + aligned(last.bucket.shard_size)
+    fits = _size([first, piece.bucket]) <= WINDOW
+    return follows and fits and first.has_main == piece.bucket.has_main
+
+
+def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
+    """A bucket, or its parts."""
+    bucket = layout.buckets[index]
+    if not splits or bucket.is_packed or bucket.shard_size <= WINDOW:
+        return [Piece(index, bucket)]
+    found = []
+    for start in range(0, bucket.shard_size, WINDOW):
+        part = dataclasses.replace(
+            bucket,
+            dim=None,
+            shard_shape=(min(WINDOW, bucket.shard_size - start),),
+            offset=bucket.offset + start,
+            moment_offset=bucket.moment_offset + start,
+        )
+        found.append(Piece(index, part, start))
+    return found
+
+
+class Part(NamedTuple):
+    """A window: its pieces, with positions in the flat arrays, and a layout of its own."""
+
+    pieces: list[Piece]
+    layout: Layout
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the pieces."""
+        return [piece.bucket for piece in self.pieces]
+
+
+def parts(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Part]:
+    """The windows of all buckets of a layout, those of each kind apart; see ``windows``."""
+    found, of_kind = [], dict[Any, list[int]]()
+    for i in range(len(layout.buckets)):
+        of_kind.setdefault(kinds and kinds[i], []).append(i)
+    for pieces in itertools.chain(*(windows(layout, x, splits=splits) for x in of_kind.values())):
+        buckets = [piece.bucket for piece in pieces]
+        alone = dataclasses.replace(
+            layout,
+            buckets=tuple(within(buckets)),
+            flat_size=_size(buckets),
+            main_size=_size(buckets) if buckets[0].has_main else 0,
+        )
+        found.append(Part(pieces, alone))
+    return found
+
+
+def within(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Returns buckets with positions relative to a window that begins with the first."""
+    first = buckets[0]
+    return [
+        dataclasses.replace(
+            bucket,
+            offset=bucket.offset - first.offset,
+            moment_offset=bucket.moment_offset - first.moment_offset,
+        )
+        for bucket in buckets
+    ]
+
+
+def _size(buckets: Sequence[Bucket]) -> int:
+    """Elements of the flat state from the first bucket to the end of the last."""
+    return buckets[-1].offset + aligned(buckets[-1].shard_size) - buckets[0].offset
