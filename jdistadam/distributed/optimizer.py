@@ -28,6 +28,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import bucket_leaves, model_axes
+from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.checks import (
     arrays_on_host,
     check_arguments,
@@ -39,7 +40,7 @@ from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
 from jdistadam.distributed.flat_parts import in_each_part, residence
-from jdistadam.distributed.main_params import with_main_params, with_new_ema
+from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
 from jdistadam.distributed.schedule import Schedule

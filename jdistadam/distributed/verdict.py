@@ -24,7 +24,8 @@ from jdistadam.core.guards import (
 from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.state import DistributedState
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.state import DistributedState, differs
 from jdistadam.kernels.adam import Scalars
 
 
@@ -51,23 +52,23 @@ class Verdict(NamedTuple):
     def of(
         cls,
         config: DistributedConfig,
+        layout: Layout,
         state: DistributedState,
+        grads: StepGrads,
         norm: jax.Array,
         found_inf: jax.Array,
-        *,
-        grads: StepGrads,
-        is_other: jax.Array,
     ) -> Verdict:
         """Makes it from the norm of the mean gradient.
 
         Args:
           config: The configuration.
+          layout: The layout of the params.
           state: The state before the step.
+          grads: The gradients: the factor that makes sums the mean, and whether weights are zero.
           norm: The norm; zero if it becomes known with the update: then see ``with_norm``.
           found_inf: Whether a gradient is non-finite; only with a loss scale.
-          grads: The gradients: the factor that makes sums the mean, and whether weights are zero.
-          is_other: Whether the state has another layout.
         """
+        is_other = differs(state.layout_digest, config.layout_digest(layout))
         norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
         is_skipped = _skipped(config, state, norm, found_inf, grads.is_empty, is_other)
         scalars = _scalars(config, state, grads.mean_scale, norm, is_skipped, is_other)

@@ -18,8 +18,9 @@ from jdistadam.core.arguments import out_of_range
 from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
+from jdistadam.distributed.average import averaged_leaves
 from jdistadam.distributed.checks import check_alive, check_options
-from jdistadam.distributed.main_params import averaged_leaves, round_to_comm_dtype
+from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import differs, find_state
 from jdistadam.distributed.transformation import DistributedTransformation

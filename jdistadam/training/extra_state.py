@@ -22,7 +22,7 @@ from jdistadam.core.guards import (
 )
 from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState
-from jdistadam.distributed.main_params import with_new_ema
+from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.state import find_state, map_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState

@@ -15,18 +15,14 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.precision import float_dtype
 from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed.average import is_average, with_new_ema
 from jdistadam.distributed.checks import (
     check_alive,
     check_layout_of,
     check_options,
     check_placement,
 )
-from jdistadam.distributed.main_params import (
-    is_average,
-    paths_that_differ,
-    with_main_params,
-    with_new_ema,
-)
+from jdistadam.distributed.main_params import paths_that_differ, with_main_params
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError

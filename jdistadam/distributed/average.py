@@ -1,0 +1,287 @@
+"""The moving average of the exact parameters, in the flat state next to the moments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jdistadam import compat
+from jdistadam.core import collectives, trees
+from jdistadam.core.codecs import FLOAT32, Codec
+from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed import calls, flat_moments, host_memory, packing
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_parts import in_parts
+from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.state import find_state, map_state
+
+
+def new_ema(config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any) -> Any:
+    """This device's average, initialized to the values of params; None without ``ema_decay``.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      params: Leaves of the params, as this device holds them.
+      main: This device's main parameters, the exact values of params; None: there are none.
+    """
+    if config.ema_decay is None:
+        return None
+    parallel = config.parallel
+    shards = [
+        packing.state_shard(parallel, b, params, jnp.float32 if main is None else b.dtype)
+        for b in layout.buckets
+    ]
+    flat = jnp.array(_exact_values(config, layout, shards, main))  # main is another array
+    return collectives.to_varying(flat, parallel.state_axes + parallel.tensor_axes)
+
+
+def with_new_ema(
+    config: DistributedConfig,
+    layout: Layout,
+    specs: Any,
+    opt_state: OptState,
+    params: Params,
+    main: Any = None,
+) -> Any:
+    """Returns the state with its average set to global params; unchanged if it has none.
+
+    Args:
+      config: The configuration.
+      layout: The layout of the params.
+      specs: PartitionSpecs of the params.
+      opt_state: The state, or that of a chain.
+      params: Tree of global params, or of float32 arrays like them.
+      main: The main parameters of a state, the exact values of params; None: there are none.
+    """
+    if config.ema_decay is None:
+        return opt_state
+    flat = config.parallel.state_spec
+
+    def average(config: DistributedConfig, layout: Layout, main: Any) -> jax.Array:
+        if "ema" in config.on_host:
+            filled = compat.shard_map(
+                lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
+                mesh=config.mesh,
+                in_specs=(specs, flat, flat),
+                out_specs=flat,
+            )
+            zeros = flat_moments.zeros(config, layout, "ema")
+            return jax.jit(filled, donate_argnums=2)(params, main, zeros)
+        new = compat.shard_map(
+            lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
+            mesh=config.mesh,
+            in_specs=(specs, flat),
+            out_specs=flat,
+        )
+        return jax.jit(new)(params, main)
+
+    ema = in_parts(config, layout, average, main)
+    return map_state(lambda state: state._replace(ema=ema), opt_state)
+
+
+def next_ema(
+    config: DistributedConfig,
+    layout: Layout,
+    old: Any,
+    shards: Sequence[Any],
+    main: Any,
+    is_skipped: jax.Array | None,
+    after: Sequence[Any] = (),
+) -> Any:
+    """This device's average after a step; None without ``ema_decay``.
+
+    Args:
+      config: The configuration.
+      layout: The layout.
+      old: The average before the step.
+      shards: This device's new parameters of each bucket; not read if main has them in float32.
+      main: This device's new main parameters, or None.
+      is_skipped: Whether the step is skipped; None if it cannot be.
+      after: Arrays on which copies of an average in host memory depend, in addition.
+    """
+    if config.ema_decay is None:
+        return None
+    if layout.parts:
+        step = functools.partial(next_ema, is_skipped=is_skipped, after=after)
+        return in_parts(config, layout, step, old, layout.split(shards), main)
+    if "ema" in config.on_host:
+        return _next_in_windows(config, layout, old, shards, main, is_skipped, after)
+    return _moved(config, layout, old, shards, main, is_skipped)
+
+
+def _moved(
+    config: DistributedConfig,
+    layout: Layout,
+    old: Any,
+    shards: Sequence[Any],
+    main: Any,
+    is_skipped: jax.Array | None,
+) -> jax.Array:
+    """The average on the device, moved towards new parameters."""
+    assert config.ema_decay is not None
+    values = _exact_values(config, layout, shards, main)
+    # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average of a
+    # constant would drift.
+    new = old + jnp.float32(1 - config.ema_decay) * (values - old)
+    kept: jax.Array = trees.keep_if(is_skipped, old, new)
+    return kept
+
+
+def _next_in_windows(
+    config: DistributedConfig,
+    layout: Layout,
+    old: Any,
+    shards: Sequence[Any],
+    main: Any,
+    is_skipped: jax.Array | None,
+    after: Sequence[Any],
+) -> Any:
+    """``next_ema`` for an average in host memory: [Note: windows] in host_memory.py."""
+    parts = calls.parts(layout, splits=True)
+    mains = [main if x.layout.main_size else None for x in parts]
+    arrays, lines = [], []
+    for part, of_part in zip(parts, mains, strict=True):
+        moves_main = of_part is not None and "main_params" in config.on_host
+        arrays.append({"ema": old} | ({"main": of_part} if moves_main else {}))
+        lines.append({k: host_memory.lines(x, part.buckets) for k, x in arrays[-1].items()})
+    stream = host_memory.Stream(arrays, lines, [*shards[:1], *after], config.state_buffer_bytes)
+    for part, of_part in zip(parts, mains, strict=True):
+        window = stream.take()
+        if of_part is not None:
+            has_main = "main" in window
+            of_part = window["main"] if has_main else host_memory.cut(main, part.buckets)
+        of_shards = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]
+        new = _moved(config, part.layout, window["ema"], of_shards, of_part, is_skipped)
+        stream.put({"ema": new})
+    return stream.whole(0)["ema"] if parts else old
+
+
+def _new_in_windows(
+    config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
+) -> Any:
+    """``new_ema`` written into a flat array on the host."""
+    for part in calls.parts(layout, splits=False):
+        has_main = main is not None and part.layout.main_size
+        of_part = host_memory.cut(main, part.buckets) if has_main else None
+        new = new_ema(config, part.layout, params, of_part)
+        flat = host_memory.put(flat, new, part.buckets)
+    return flat
+
+
+def _exact_values(
+    config: DistributedConfig, layout: Layout, shards: Sequence[Any], main: Any
+) -> jax.Array:
+    """The exact parameters in float32, at the positions of the flat moments."""
+    kind = config.policy.main_params
+    is_kept = main is not None
+    if is_kept and kind == FLOAT32 and layout.main_size == layout.flat_size:
+        return main
+    parts = []
+    for bucket, shard in zip(layout.buckets, shards, strict=True):
+        if is_kept and bucket.has_main:
+            end = bucket.offset + bucket.shard_size
+            shard = kind.join(shard, main[bucket.offset : end].reshape(bucket.shard_shape), jnp)
+        parts.append(shard.astype(jnp.float32))
+    return packing.flat_of(layout, parts, jnp.float32)
+
+
+def averaged_leaves(
+    parallel: DataParallel, layout: Layout, params: Sequence[Any], ema: jax.Array
+) -> list[jax.Array]:
+    """The average of every leaf in float32, in the form of this device's params; else params.
+
+    Inside of ``jax.shard_map``.
+    """
+    leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
+    for bucket in layout.buckets:
+        shard = flat_moments.shard_in(ema, bucket)
+        held = bucket.inner_shape if bucket.is_sharded_param else ()
+        axes = packing.axes_left_to_cut(parallel, bucket, held)
+        whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)
+        copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+        whole = collectives.to_invariant(whole, copies)
+        for i, leaf in packing.leaves_of_bucket(layout, bucket, whole):
+            leaves[i] = leaf
+    return leaves
+
+
+# Parameters may be the rounded average by chance, while they have hardly moved. But rounding to 16
+# bits changes an average by a quarter of the spacing of these numbers, in the mean, and another
+# parameter's remainder by a third: by 2^-10 of its magnitude or more. An average that differs by
+# half of this from the exact parameters, and rounds to the same numbers everywhere, is no chance.
+_CHANCE = 2.0**-11
+
+
+def is_average(
+    config: DistributedConfig, layout: Layout, specs: Any, params: Params, opt_state: OptState
+) -> bool:
+    """Returns whether all params are the rounded average, put in place of those of the last step.
+
+    Main parameters in float32 tell by themselves, see ``paths_that_differ``; remainders do not.
+    Nothing tells of float32 params without main parameters: an average may have begun with them.
+
+    Args:
+      config: The configuration.
+      layout: The layout of the params.
+      specs: PartitionSpecs of the params.
+      opt_state: The state, or that of a chain.
+      params: Tree of global params.
+    """
+    state = find_state(opt_state)
+    if state.ema is None or not any(map(_rounds_average, layout.buckets)):
+        return False
+    kinds = config.parallel, config.policy.main_params
+    compare = _average_comparison(*kinds, layout.buckets, tuple(jax.tree.leaves(specs)))
+    others, moved, size = compare(jax.tree.leaves(params), state.main_params, state.ema)
+    return not int(others) and float(moved) > _CHANCE * float(size)
+
+
+def _rounds_average(bucket: Bucket) -> bool:
+    """Whether params that are the average differ from it, by a rounding or a remainder."""
+    return bucket.has_main or bucket.dtype != jnp.float32
+
+
+@functools.lru_cache(maxsize=64)
+def _average_comparison(
+    parallel: DataParallel, kind: Codec, buckets: tuple[Bucket, ...], specs: tuple[P, ...]
+) -> Any:
+    """The program of ``is_average``, compiled once for a layout."""
+    compare = compat.shard_map(
+        functools.partial(_is_average_local, parallel, kind, buckets),
+        mesh=parallel.mesh,
+        in_specs=(list(specs), parallel.state_spec, parallel.state_spec),
+        out_specs=P(),
+    )
+    return jax.jit(compare)
+
+
+def _is_average_local(
+    parallel: DataParallel,
+    kind: Codec,
+    buckets: Sequence[Bucket],
+    leaves: Sequence[Any],
+    main: Any,
+    ema: Any,
+) -> tuple[jax.Array, ...]:
+    """How many elements are not the rounded average; how far exact ones are from it; its size."""
+    found = []
+    for bucket in buckets:
+        have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
+        average, exact = flat_moments.shard_in(ema, bucket), have
+        if bucket.has_main:
+            kept = flat_moments.shard_in(main, bucket)
+            exact = kind.join(have, kept, jnp)
+        others = jnp.sum(have != average.astype(bucket.dtype)).astype(jnp.float32)
+        moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
+        size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
+        found.append(jnp.stack([others, moved, size]))
+    everyone = parallel.data_axes + parallel.tensor_axes
+    total = collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), everyone)
+    return tuple(total)
