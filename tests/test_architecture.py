@@ -197,6 +197,41 @@ def test_functions_have_at_most_60_lines():
     assert long == {}
 
 
+MOST_IMPORTS = 25
+MORE = {  # where parts meet, and how many names of the package they may import
+    "__init__.py": 80,
+    "checkpoint/contents.py": 28,
+    "distributed/checks.py": 34,
+    "distributed/config.py": 27,
+    "distributed/optimizer.py": 43,
+    "distributed/step.py": 37,
+    "distributed/update.py": 29,
+    "drop_in/step.py": 37,
+    "interop/convert.py": 27,
+    "tools/plan.py": 27,
+    "training/eval_step.py": 32,
+    "training/optax_state.py": 35,
+    "training/train_state.py": 30,
+    "training/train_step.py": 34,
+}
+
+
+def test_files_import_at_most_25_names_of_the_package():
+    """Who reads a file must know them."""
+    found = {}
+    for path in FILES:
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jdistadam")
+            for alias in node.names
+        }
+        name = path.relative_to(PACKAGE).as_posix()
+        if len(names) > MORE.get(name, MOST_IMPORTS):
+            found[name] = len(names)
+    assert found == {}
+
+
 def test_every_public_name_is_documented():
     for name in jdistadam.__all__:
         assert (getattr(jdistadam, name).__doc__ or "").strip(), name

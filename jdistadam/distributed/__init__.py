@@ -16,19 +16,24 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
 ``shard.py``              ``Shard``: a device's part of a parameter, as a type.
 ``gather_params.py``      Gathers shards before the loss; reduces gradients to summed shards.
-``step.py``               ``step_local``: the step, from gradients to new parameters. The same over
-                          peer memory, in one kernel.
+``step.py``               ``step_local``: the step, from gradients to new parameters. CONTRIBUTING
+                          has it in one page.
 ``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
-``packing.py``            Leaves into buckets and back. ``Piece``: what a kernel call steps. Which
+``packing.py``            Leaves into buckets and back. ``Piece``: a bucket, or a part of one. Which
                           blocks of a leaf a device has, for quantized state and random bits.
 ``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
                           few leaves, outside of ``jax.shard_map``.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
-``update.py``             Clipping, the kernel on the flat state, gathers of new parameters.
 ``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.
-``main_params.py``        Main parameters: made, compared and rounded to the model's dtype. Their
-                          optional moving average.
+``verdict.py``            ``Verdict``: the norm, whether the step is skipped, the kernel's scalars.
+``calls.py``              ``Call``: what one kernel call steps, what it waits for, what is gathered
+                          after it.
+``store.py``              ``Store``: the flat arrays during a step, wherever they are.
+``update.py``             One kernel call after another, and gathers of new parameters.
+``peer_update.py``        Sum, update and gathers over peer memory, in one or two kernels.
+``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
+``average.py``            Their moving average.
 ``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
 ``flat_parts.py``         Flat arrays in two parts, in host memory and on the device, if
                           ``state_memory`` chooses by leaf.

@@ -225,7 +225,7 @@ def _whole_buckets(
             yield grads[bucket.leaf]
 
 
-def sum_over_devices(config: DistributedConfig, schedule: Schedule, grads: Grads) -> StepGrads:
+def summed_gradients(config: DistributedConfig, schedule: Schedule, grads: Grads) -> StepGrads:
     """Sums local gradients, or the result of ``accumulate``, over all devices.
 
     Args:

@@ -39,7 +39,7 @@ def new_ema(config: DistributedConfig, layout: Layout, params: Sequence[Any], ma
         for b in layout.buckets
     ]
     flat = jnp.array(_exact_values(config, layout, shards, main))  # main is another array
-    return collectives.to_varying(flat, parallel.state_axes + parallel.tensor_axes)
+    return collectives.to_varying(flat, parallel.cut_axes)
 
 
 def with_new_ema(
@@ -282,6 +282,5 @@ def _is_average_local(
         moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
         size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
         found.append(jnp.stack([others, moved, size]))
-    everyone = parallel.data_axes + parallel.tensor_axes
-    total = collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), everyone)
+    total = collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), parallel.all_axes)
     return tuple(total)

@@ -181,13 +181,13 @@ def parts(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -
         of_kind.setdefault(kinds and kinds[i], []).append(i)
     for pieces in itertools.chain(*(windows(layout, x, splits=splits) for x in of_kind.values())):
         buckets = [piece.bucket for piece in pieces]
-        alone = dataclasses.replace(
+        own = dataclasses.replace(
             layout,
             buckets=tuple(within(buckets)),
             flat_size=_size(buckets),
             main_size=_size(buckets) if buckets[0].has_main else 0,
         )
-        found.append(Part(pieces, alone))
+        found.append(Part(pieces, own))
     return found
 
 

@@ -156,7 +156,7 @@ class DistributedConfig:
                 is_stacked=_selects(self.stacked, path),
                 in_model=_selects(self.gathered_in_model, path),
                 is_resident=_selects(self.is_resident, path),
-                cuts=mesh_axes.cuts_of(spec, self.cutting_axes),
+                cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
             leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))

@@ -34,7 +34,7 @@ def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any])
     ]
     flat = packing.flat_of(layout, shards, jnp.float32, main=True)
     # Varying, as shards are, for the type checker of shard_map.
-    flat = collectives.to_varying(flat, config.parallel.state_axes + config.parallel.tensor_axes)
+    flat = collectives.to_varying(flat, config.parallel.cut_axes)
     _, stored = config.policy.main_params.split(flat, jnp.bfloat16, jnp)
     return stored
 
@@ -193,5 +193,4 @@ def _differ_local(
             arrived = collectives.round_to(rounded, sent)
             equal |= have == arrived.astype(bucket.dtype)
         found.append(~jnp.all(equal))
-    everyone = parallel.data_axes + parallel.tensor_axes
-    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), everyone) > 0
+    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), parallel.all_axes) > 0

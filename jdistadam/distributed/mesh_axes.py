@@ -101,10 +101,19 @@ class DataParallel:
         return self.strategy == "optim_grads" or self.gathers_layers
 
     @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """Axes that cut the flat arrays of state."""
+        return self.state_axes + self.tensor_axes
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """Axes of data, then all others."""
+        return self.data_axes + self.tensor_axes
+
+    @property
     def state_spec(self) -> P:
         """PartitionSpec of the flat arrays of state."""
-        axes = self.state_axes + self.tensor_axes
-        return P(axes) if axes else P()
+        return P(self.cut_axes) if self.cut_axes else P()
 
     @property
     def batch_spec(self) -> P:
@@ -277,7 +286,7 @@ def _spec_of(given: P | NamedSharding | None) -> P:
 
 def over_axes(spec: P, axes: Iterable[str]) -> P:
     """Returns the part of a PartitionSpec that concerns these axes."""
-    kept = [tuple(name for name in names_of(entry) if name in axes) for entry in spec]
+    kept = [tuple(name for name in axes_in(entry) if name in axes) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
     return P(*kept)
@@ -301,7 +310,7 @@ def global_shapes(parallel: DataParallel, local: Params, specs: list[P]) -> Any:
         return local
 
     def whole(shape: Sequence[int], spec: P) -> tuple[int, ...]:
-        parts = [parallel.size(names_of(entry)) for entry in spec]
+        parts = [parallel.size(axes_in(entry)) for entry in spec]
         return tuple(n * k for n, k in itertools.zip_longest(shape, parts, fillvalue=1))
 
     leaves = [
@@ -325,22 +334,22 @@ def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
     if not axes:
         return spec
     entries = list(spec) + [None] * (dim + 1 - len(spec))
-    entries[dim] = (*names_of(entries[dim]), *axes)
+    entries[dim] = (*axes_in(entries[dim]), *axes)
     return P(*entries)
 
 
-def cuts_of(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def tensor_cuts(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """For each dimension, the indices of the ``cutting_axes`` that cut it."""
     kept = over_axes(spec, cutting_axes)  # P("model", None) cuts as P("model") does
-    return tuple(tuple(map(cutting_axes.index, names_of(entry))) for entry in kept)
+    return tuple(tuple(map(cutting_axes.index, axes_in(entry))) for entry in kept)
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
     """Returns the mesh axes in a PartitionSpec."""
-    return tuple(axis for entry in spec for axis in names_of(entry))
+    return tuple(axis for entry in spec for axis in axes_in(entry))
 
 
-def names_of(entry: Any) -> tuple[str, ...]:
+def axes_in(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes in one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -356,7 +365,7 @@ def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> 
     sizes = [1] * len(shape)
     for dim, entry in enumerate(spec):
         if dim < len(shape):
-            sizes[dim] = parallel.size(names_of(entry))
+            sizes[dim] = parallel.size(axes_in(entry))
     fits = len(spec) <= len(shape) and all(n % k == 0 for n, k in zip(shape, sizes, strict=True))
     if not fits:
         raise ShapeError(

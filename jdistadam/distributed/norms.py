@@ -29,7 +29,7 @@ from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError
 from jdistadam.kernels import multi_tensor
-from jdistadam.kernels.reference import KINDS, Asked, num_runs, pairwise_sum
+from jdistadam.kernels.reference import KINDS, SquaresRequest, num_runs, pairwise_sum
 
 Norms = str | Callable[[str], str | None]
 """The argument ``norms`` of an optimizer: "total", "leaves", or a function of a leaf's path."""
@@ -84,17 +84,19 @@ def sent_elements(config: DistributedConfig, layout: Layout) -> int:
     return len(KINDS) * len(groups)
 
 
-def asked_of(config: DistributedConfig, layout: Layout, buckets: Sequence[Bucket]) -> Asked | None:
+def squares_request(
+    config: DistributedConfig, layout: Layout, buckets: Sequence[Bucket]
+) -> SquaresRequest | None:
     """Returns the request of a kernel call for buckets, if any: a sum for each of their leaves."""
     if config.norms is None:
         return None
     index = collectives.axis_index(config.parallel.state_axes)
-    fine = tuple(holds_several(bucket) for bucket in buckets)
+    by_elements = tuple(holds_several(bucket) for bucket in buckets)
     segments, first = [], 0
-    for bucket, is_fine in zip(buckets, fine, strict=True):
-        runs = num_runs(bucket.shard_size, is_fine)
+    for bucket, by_element in zip(buckets, by_elements, strict=True):
+        runs = num_runs(bucket.shard_size, by_element)
         ends: list[tuple[Any, Any]] = [(0, runs)]
-        if is_fine:
+        if by_element:
             sizes = [layout.leaves[i].size for i in bucket.leaves]
             pairs = zip(bucket.starts(sizes), sizes, strict=False)
             ends = [
@@ -103,7 +105,7 @@ def asked_of(config: DistributedConfig, layout: Layout, buckets: Sequence[Bucket
             ]
         segments += [jnp.stack([jnp.int32(first + x) for x in pair]) for pair in ends]
         first += runs
-    return Asked(fine, jnp.stack(segments))
+    return SquaresRequest(by_elements, jnp.stack(segments))
 
 
 def holds_several(bucket: Bucket) -> bool:
@@ -140,7 +142,7 @@ def norms_of(
         return dict.fromkeys(names_of(config.norms, layout), jnp.zeros((), jnp.float32))
     squares = _summed(config, list(groups.values()), sums)
     everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
-    norms = jnp.where(verdict.is_other, jnp.nan, jnp.sqrt(everything))
+    norms = jnp.where(verdict.is_other_layout, jnp.nan, jnp.sqrt(everything))
     if config.max_grad_norm is not None:
         # Like grad_norm: before clipping, which a skipped step does not apply (verdict.py).
         limit = jnp.float32(config.max_grad_norm)
@@ -173,8 +175,9 @@ def _summed(
     here = jnp.where(of_rows[:, None], here, 0)
     row_of = {leaf: row for row, (leaf, _) in enumerate(rows)}
     each = [pairwise_sum(here[np.asarray([row_of[i] for i in x])], jnp) for x in groups]
-    everyone = parallel.state_axes + parallel.tensor_axes
-    return collectives.all_reduce(collectives.to_varying(jnp.stack(each), everyone), everyone)
+    return collectives.all_reduce(
+        collectives.to_varying(jnp.stack(each), parallel.cut_axes), parallel.cut_axes
+    )
 
 
 def norm_and_finite(
@@ -210,10 +213,10 @@ def norm_of_squares(
     scaling: LossScaleState | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The results of ``norm_and_finite``, from the squares of one device's shards."""
-    everyone = config.parallel.state_axes + config.parallel.tensor_axes
+    axes = config.parallel.cut_axes
     if scaling is None:
-        squares = collectives.all_reduce(squares, everyone)
+        squares = collectives.all_reduce(squares, axes)
         return jnp.sqrt(squares) * mean_scale, jnp.zeros((), jnp.bool_)
     both = jnp.stack([squares, found.astype(jnp.float32)])
-    squares, count = collectives.all_reduce(collectives.to_varying(both, everyone), everyone)
+    squares, count = collectives.all_reduce(collectives.to_varying(both, axes), axes)
     return jnp.sqrt(squares) * mean_scale, count > 0

@@ -197,7 +197,7 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
         )
 
 
-def cuts_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> LeafPartition:
+def partition_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> LeafPartition:
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
         # A table has the cuts, or nothing depends on them.

@@ -15,7 +15,7 @@ from jdistadam.core.guards import LossScaleState, new_loss_scale, new_norm_guard
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
-from jdistadam.distributed.accumulate import sum_over_devices
+from jdistadam.distributed.accumulate import summed_gradients
 from jdistadam.distributed.average import new_ema, next_ema
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
@@ -47,7 +47,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         return main_shard(config, layout, leaves) if layout.main_size else None
 
     # Varying over the axes, as shards are, for the type checker of shard_map.
-    axes = config.parallel.state_axes + config.parallel.tensor_axes
+    axes = config.parallel.cut_axes
 
     types = types_of_arrays(config, layout)
 
@@ -134,7 +134,7 @@ def step_local(
         schedule.treedef.unflatten(leaves),
         new_state,
         is_skipped,
-        verdict.is_other,
+        verdict.is_other_layout,
         jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count)),
         norms_of(config, layout, done.squares, verdict),
     )
@@ -148,7 +148,7 @@ def _step_over_xla(
     leaves: list[Any],
 ) -> tuple[ShardUpdate, Verdict]:
     """Reduction, norm, kernels, and gathers by XLA's collectives."""
-    summed = sum_over_devices(config, schedule, grads)
+    summed = summed_gradients(config, schedule, grads)
     norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
     verdict = Verdict.of(config, schedule.layout, state, summed, norm, found_inf)
     done = update_shards(
@@ -175,7 +175,7 @@ def grad_norm_local(
 ) -> jax.Array:
     """The global norm of the mean gradient, reduced as a step reduces it."""
     check_inside(config.parallel, "grad_norm")
-    summed = sum_over_devices(config, schedule, grads)
+    summed = summed_gradients(config, schedule, grads)
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]
 
 

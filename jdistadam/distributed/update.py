@@ -16,7 +16,7 @@ from jdistadam.distributed.communication import gather_parameters
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.norms import asked_of
+from jdistadam.distributed.norms import squares_request
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.store import FlatState, Store
@@ -27,11 +27,11 @@ from jdistadam.kernels.adam import (
     Scalars,
     Spec,
     adam,
+    keeping_main_params,
     new_params,
-    with_main_params,
 )
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
-from jdistadam.kernels.reference import Asked
+from jdistadam.kernels.reference import SquaresRequest
 
 
 class ShardUpdate(NamedTuple):
@@ -86,8 +86,8 @@ def update_shards(
             gathered[i] = new
         taken = store.take(call)
         spec, operands = _operands_of(config, call, grads, old, taken.arrays, taken.offsets)
-        asked = asked_of(config, layout, call.buckets)
-        results = _kernel(config, layout, call, state, spec, scalars, operands, asked)
+        request = squares_request(config, layout, call.buckets)
+        results = _kernel(config, layout, call, state, spec, scalars, operands, request)
         squares.append((call.buckets, results.squares))
         results = native.unfused(results._replace(squares=None))
         new_parts, main = new_params(_kept(config, call.buckets[0]), results)
@@ -141,7 +141,9 @@ def _operands_of(
     )
     operands = Operands(of_grads, of_params, (arrays["mu"],), (arrays["nu"],))
     main = (arrays.get("main_params"),)
-    return with_main_params(_kept(config, first), spec, operands, main, first.dtype, is_flat=True)
+    return keeping_main_params(
+        _kept(config, first), spec, operands, main, first.dtype, is_flat=True
+    )
 
 
 def _kept(config: DistributedConfig, bucket: Bucket) -> Any:
@@ -157,12 +159,12 @@ def _kernel(
     spec: Spec,
     scalars: Scalars,
     operands: Operands,
-    asked: Asked | None,
+    request: SquaresRequest | None,
 ) -> Results:
     """The kernel that the storage of moments needs."""
     operands, storage = operands.unfused(), config.algorithm.storage
     if not storage.is_any:
-        return adam(spec, scalars, operands, asked)
+        return adam(spec, scalars, operands, request)
     positions, tables = packing.positions_of(
         layout, call.pieces, config.parallel.state_axes, config.cutting_axes, config.tensor_parts
     )
@@ -170,10 +172,10 @@ def _kernel(
         adam=spec,
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
-        cuts=tuple(packing.cuts_of(layout, x, config.tensor_parts) for x in call.buckets),
+        cuts=tuple(packing.partition_of(layout, x, config.tensor_parts) for x in call.buckets),
         tables=tables,
     )
     key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)
     args = (scalars, Rounding(key, state.count), positions, operands)
     scalars, rounding, positions, operands = collectives.vary_together(args)
-    return quantized_adam.adam(quantized, scalars, rounding, positions, operands, asked)
+    return quantized_adam.adam(quantized, scalars, rounding, positions, operands, request)

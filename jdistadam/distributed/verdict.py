@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
       norm: The global norm of the mean gradient.
       found_inf: Whether a gradient is non-finite; only with a loss scale.
       is_empty: Whether the total weight is zero; None if it cannot be.
-      is_other: Whether the state has another layout.
+      is_other_layout: Whether the state has another layout.
       is_skipped: Whether the step is skipped; None if it cannot be.
       scalars: The scalars of the kernel calls.
     """
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     norm: jax.Array
     found_inf: jax.Array
     is_empty: jax.Array | None
-    is_other: jax.Array
+    is_other_layout: jax.Array
     is_skipped: jax.Array | None
     scalars: Scalars
 
@@ -68,15 +68,17 @@ class Verdict(NamedTuple):
           norm: The norm; zero if it becomes known with the update: then see ``with_norm``.
           found_inf: Whether a gradient is non-finite; only with a loss scale.
         """
-        is_other = differs(state.layout_digest, config.layout_digest(layout))
-        norm, found_inf = jnp.where(is_other, jnp.nan, norm), found_inf & ~is_other
-        is_skipped = _skipped(config, state, norm, found_inf, grads.is_empty, is_other)
-        scalars = _scalars(config, state, grads.mean_scale, norm, is_skipped, is_other)
-        return cls(norm, found_inf, grads.is_empty, is_other, is_skipped, scalars)
+        is_other_layout = differs(state.layout_digest, config.layout_digest(layout))
+        norm, found_inf = jnp.where(is_other_layout, jnp.nan, norm), found_inf & ~is_other_layout
+        is_skipped = _skipped(config, state, norm, found_inf, grads.is_empty, is_other_layout)
+        scalars = _scalars(config, state, grads.mean_scale, norm, is_skipped, is_other_layout)
+        return cls(norm, found_inf, grads.is_empty, is_other_layout, is_skipped, scalars)
 
     def with_norm(self, norm: jax.Array, found_inf: jax.Array) -> Verdict:
         """Returns it with a norm that became known with the update, on which it does not depend."""
-        return self._replace(norm=jnp.where(self.is_other, jnp.nan, norm), found_inf=found_inf)
+        return self._replace(
+            norm=jnp.where(self.is_other_layout, jnp.nan, norm), found_inf=found_inf
+        )
 
     def next_scaling(
         self, config: DistributedConfig, scaling: LossScaleState | None
@@ -95,7 +97,7 @@ class Verdict(NamedTuple):
         """The state of the guard after a step. Steps skipped for another reason do not count."""
         if config.norm_guard is None or guard is None:
             return None
-        is_void = self.found_inf | self.is_other
+        is_void = self.found_inf | self.is_other_layout
         if self.is_empty is not None:
             is_void |= self.is_empty
         assert self.is_skipped is not None
@@ -108,7 +110,7 @@ def _skipped(
     norm: jax.Array,
     found_inf: jax.Array,
     is_empty: jax.Array | None,
-    is_other: jax.Array,
+    is_other_layout: jax.Array,
 ) -> jax.Array | None:
     """Whether a step is skipped; None if no reason is possible."""
     flags = [is_empty] if is_empty is not None else []
@@ -116,7 +118,7 @@ def _skipped(
         flags.append(found_inf)
     if config.norm_guard is not None and state.guard is not None:
         flags.append(exceeds(config.norm_guard, state.guard, norm))
-    return functools.reduce(jnp.logical_or, flags) & ~is_other if flags else None
+    return functools.reduce(jnp.logical_or, flags) & ~is_other_layout if flags else None
 
 
 def _scalars(
@@ -125,7 +127,7 @@ def _scalars(
     mean_scale: jax.Array,
     norm: jax.Array,
     is_skipped: jax.Array | None,
-    is_other: jax.Array,
+    is_other_layout: jax.Array,
 ) -> Scalars:
     """The scalars of the kernel calls; one factor combines loss scale, mean and clip."""
     rows = coefficient_rows(config.algorithm.groups.used, state.count)
@@ -136,7 +138,7 @@ def _scalars(
     if state.scaling is not None:
         inv_scale = inv_scale * (1 / state.scaling.loss_scale)
     skip = jnp.zeros((), jnp.bool_) if is_skipped is None else is_skipped
-    return Scalars(jnp.where(is_other, jnp.nan, rows), inv_scale, skip)
+    return Scalars(jnp.where(is_other_layout, jnp.nan, rows), inv_scale, skip)
 
 
 def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:

@@ -35,7 +35,7 @@ from jdistadam.drop_in.state import (
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import sharded_adam, sharded_quantized_adam
-from jdistadam.kernels.adam import Operands, Scalars, Spec, new_params, with_main_params
+from jdistadam.kernels.adam import Operands, Scalars, Spec, keeping_main_params, new_params
 from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
 from jdistadam.kernels.reference import KINDS, pairwise_sum
 
@@ -333,7 +333,7 @@ def _call(
     kind, mode = main_codec_of(mains[0]), spec.mode
     if mode == "update" and not kind.is_stored:
         spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
-    spec, operands = with_main_params(kind, spec, operands, mains, params[0].dtype)
+    spec, operands = keeping_main_params(kind, spec, operands, mains, params[0].dtype)
     if quantized is None:
         results = sharded_adam.adam(spec, scalars, operands, params, with_squares=norms)
     else:

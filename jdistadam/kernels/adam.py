@@ -19,10 +19,13 @@ from jdistadam.core import collectives, hyperparameters
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.hyperparameters import FLAGS
 from jdistadam.kernels import native, reference
-from jdistadam.kernels.reference import KINDS, Asked, num_runs
+from jdistadam.kernels.reference import KINDS, SquaresRequest, num_runs
 
 _MODES = {"step": 0, "step_and_cast": 1, "update": 2, "step_split": 3}  # enum Mode of cuda/adam.h
 _OPERANDS = ("grads", "params", "mu", "nu", "out")  # bits of the handler's attribute `flat`
+
+UPDATES = frozenset(f"jdistadam_{x}{y}" for x in ("adam", "quantized") for y in ("", "_squares"))
+"""The targets of calls that make new parameters."""
 
 
 class Scalars(NamedTuple):
@@ -97,10 +100,10 @@ class Results(NamedTuple):
     mu: Sequence[Any]
     nu: Sequence[Any]
     out: Sequence[Any]
-    squares: Any = None  # shape (segments, 3), float32: the sums that were asked for; None: none
+    squares: Any = None  # shape (segments, 3), float32: the requested sums; None: none
 
 
-def with_main_params(
+def keeping_main_params(
     kind: Codec,
     spec: Spec,
     operands: Operands,
@@ -141,7 +144,9 @@ def member_dims(scalars: Scalars) -> int:
     return scalars.coefficients.ndim - 2
 
 
-def adam(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None = None) -> Results:
+def adam(
+    spec: Spec, scalars: Scalars, operands: Operands, request: SquaresRequest | None = None
+) -> Results:
     """Takes one Adam step on this device. Updates donated params, mu and nu in place.
 
     Coefficients may have leading dimensions of members. Then every leaf has them too, and each
@@ -150,8 +155,8 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None =
     Args:
       spec: The static side.
       scalars: The scalar operands.
-      operands: The leaves, at least one if sums are asked for.
-      asked: Which sums of squares to take: of the scaled gradients, new parameters and updates of
+      operands: The leaves, at least one if sums are requested.
+      request: Which sums of squares to take: of the scaled gradients, new parameters and updates of
         each segment (cuda/squares.h). Modes are those of a step then, without members.
     """
     if not operands.grads:
@@ -160,21 +165,25 @@ def adam(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None =
         )
 
     def compiled(scalars: Scalars, operands: Operands, segments: Any) -> Results:
-        return _adam_native(spec, scalars, operands, asked and asked._replace(segments=segments))
+        return _adam_native(
+            spec, scalars, operands, request and request._replace(segments=segments)
+        )
 
     def fallback(scalars: Scalars, operands: Operands, segments: Any) -> Results:
         results = adam_fallback(spec, scalars, operands)
-        if asked is None:
+        if request is None:
             return results
-        given = asked._replace(segments=segments)
+        given = request._replace(segments=segments)
         sums = squares_reference(spec, scalars, operands, given, xp=jnp)
         return results._replace(squares=sums)
 
-    args = scalars, operands, asked and asked.segments
+    args = scalars, operands, request and request.segments
     return native.choose(compiled, fallback)(*collectives.vary_together(args))
 
 
-def _adam_native(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked | None) -> Results:
+def _adam_native(
+    spec: Spec, scalars: Scalars, operands: Operands, request: SquaresRequest | None
+) -> Results:
     results = _result_types(spec, operands)
     # operands: 3 scalars, grads, params, mu, nu, remainders; results: params, mu, nu, out
     first_param = len(Scalars._fields) + len(operands.grads)
@@ -186,7 +195,7 @@ def _adam_native(spec: Spec, scalars: Scalars, operands: Operands, asked: Asked 
         operands.grads,
         jax.tree.leaves(results),
         {first_aliased + i: i for i in range(num_aliased)},
-        asked,
+        request,
     )
     outputs, sums = call(*scalars, *jax.tree.leaves(operands), **_attributes(spec))
     stepped: Results = jax.tree.unflatten(jax.tree.structure(results), outputs)
@@ -199,7 +208,7 @@ def ffi_call(
     grads: Sequence[Any],
     results: Sequence[Any],
     aliases: dict[int, int],
-    asked: Asked | None,
+    request: SquaresRequest | None,
 ) -> Callable[..., tuple[Sequence[jax.Array], Any]]:
     """Returns a call of a step, which returns its results, and the sums of squares or None.
 
@@ -209,20 +218,22 @@ def ffi_call(
       grads: The gradients.
       results: Types of its results.
       aliases: Operand number to result number.
-      asked: The requested sums; None: none.
+      request: The requested sums; None: none.
     """
-    if asked is None:
+    if request is None:
         call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
         return lambda *args, **attributes: (call(*args, **attributes), None)
     sizes = spec.sizes or [x.size // spec.contributions for x in grads]
-    runs = sum(map(num_runs, sizes, asked.fine))
-    shapes = (asked.segments.shape[0], len(KINDS)), (len(KINDS), runs)
-    sums = [native.type_like(asked.segments, shape, jnp.float32) for shape in shapes]
+    runs = sum(map(num_runs, sizes, request.by_element))
+    shapes = (request.segments.shape[0], len(KINDS)), (len(KINDS), runs)
+    sums = [native.type_like(request.segments, shape, jnp.float32) for shape in shapes]
     moved = {operand + 1: result + len(sums) for operand, result in aliases.items()}
     call = jax.ffi.ffi_call(f"{target}_squares", [*sums, *results], input_output_aliases=moved)
 
     def with_sums(*args: Any, **attributes: Any) -> tuple[Sequence[jax.Array], Any]:
-        out = call(asked.segments, *args, fine=np.asarray(asked.fine, np.int32), **attributes)
+        out = call(
+            request.segments, *args, fine=np.asarray(request.by_element, np.int32), **attributes
+        )
         return out[len(sums) :], out[0]
 
     return with_sums
@@ -321,7 +332,7 @@ def adam_fallback(
 
 
 def squares_reference(
-    spec: Spec, scalars: Scalars, operands: Operands, asked: Asked, *, xp: Any
+    spec: Spec, scalars: Scalars, operands: Operands, request: SquaresRequest, *, xp: Any
 ) -> Any:
     """The sums of squares by the reference implementation, for one contribution."""
     shapes = [(size,) for size in spec.sizes or (x.size for x in operands.grads)]
@@ -339,7 +350,7 @@ def squares_reference(
         )
         for group, *leaf in leaves
     ]
-    return reference.sums_of_runs(found, asked, xp)
+    return reference.sums_of_runs(found, request, xp)
 
 
 def split(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:

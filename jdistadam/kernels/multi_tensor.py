@@ -21,6 +21,8 @@ from jdistadam.core import collectives
 from jdistadam.kernels import native, reference
 from jdistadam.kernels.adam import Scalars, bits_of
 
+NORMS = frozenset(["jdistadam_norm_tiles"])
+"""The targets of calls that read gradients for a norm."""
 _FLAT_INPUT, _FLAT_OUTPUT = 1, 2  # bits of the handler's attribute `flat`
 
 

@@ -20,7 +20,7 @@ from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of, float_codec, is_c
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native, reference
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.reference import Asked, LeafPartition
+from jdistadam.kernels.reference import LeafPartition, SquaresRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def adam(
     rounded: Rounding,
     positions: LeafPositions,
     operands: Operands,
-    asked: Asked | None = None,
+    request: SquaresRequest | None = None,
 ) -> Results:
     """Takes one Adam step on this device. Updates donated params, mu and nu in place.
 
@@ -80,22 +80,22 @@ def adam(
       rounded: The operands that determine random bits.
       positions: The positions of the leaves in whole leaves.
       operands: The leaves; all of mu may be BlockCodes of one format, and all of nu, also flat.
-      asked: Which sums of squares to take, as for the kernel without rounding.
+      request: Which sums of squares to take, as for the kernel without rounding.
     """
 
     def compiled(segments: Any, *args: Any) -> Results:
-        return _adam_native(spec, *args, asked=asked and asked._replace(segments=segments))
+        return _adam_native(spec, *args, request=request and request._replace(segments=segments))
 
     def fallback(segments: Any, *args: Any) -> Results:
         results = adam_reference(spec, *args, xp=jnp)
-        if asked is None:
+        if request is None:
             return results
         scalars, *_, operands = args
-        given = asked._replace(segments=segments)
+        given = request._replace(segments=segments)
         sums = squares_reference(spec, scalars, operands, given, xp=jnp)
         return results._replace(squares=sums)
 
-    args = asked and asked.segments, scalars, rounded, positions, operands
+    args = request and request.segments, scalars, rounded, positions, operands
     return native.choose(compiled, fallback)(*collectives.vary_together(args))
 
 
@@ -121,7 +121,7 @@ def _adam_native(
     positions: LeafPositions,
     operands: Operands,
     *,
-    asked: Asked | None,
+    request: SquaresRequest | None,
 ) -> Results:
     """The call: scales follow the operands of `jdistadam_adam`, and likewise its results."""
     mode = spec.adam.mode
@@ -144,7 +144,7 @@ def _adam_native(
     results = [x for arrays in types.values() for x in arrays]
     aliases = _aliases(given, types)
     outputs, sums = kernel.ffi_call(
-        "jdistadam_quantized", spec.adam, operands.grads, results, aliases, asked
+        "jdistadam_quantized", spec.adam, operands.grads, results, aliases, request
     )(*scalars, *rounded, *positions, *jax.tree.leaves(list(given.values())), **_attributes(spec))
     new = iter(outputs)
     found = {name: tuple(next(new) for _ in arrays) for name, arrays in types.items()}
@@ -212,7 +212,7 @@ def adam_reference(
 
 
 def squares_reference(
-    spec: QuantizedSpec, scalars: Scalars, operands: Operands, asked: Asked, *, xp: Any
+    spec: QuantizedSpec, scalars: Scalars, operands: Operands, request: SquaresRequest, *, xp: Any
 ) -> Any:
     """The sums of squares by the reference implementation."""
     shapes = [x.shape for x in operands.grads]
@@ -221,7 +221,7 @@ def squares_reference(
         [codec_of(x).decode(kind, x, xp) for x in getattr(cut, kind)] for kind in ("mu", "nu")
     )
     plain = dataclasses.replace(spec.adam, flat=frozenset())
-    return kernel.squares_reference(plain, scalars, cut._replace(mu=mu, nu=nu), asked, xp=xp)
+    return kernel.squares_reference(plain, scalars, cut._replace(mu=mu, nu=nu), request, xp=xp)
 
 
 def _bits(

@@ -318,23 +318,23 @@ def adam_leaf(
 # Sums of squares of gradients, parameters and updates during a step: cuda/squares.h defines them.
 
 RUN = 128
-"""Elements per run of a leaf that is not fine."""
+"""Elements per run of a leaf summed by runs."""
 KINDS = ("grad", "param", "update")
 
 
-class Asked(NamedTuple):
+class SquaresRequest(NamedTuple):
     """The sums of squares that a call takes.
 
     Attributes:
-      fine: For each leaf whether each of its elements is a run, instead of 128 of them.
+      by_element: For each leaf whether each of its elements is a run, instead of 128 of them.
       segments: Shape (n, 2), int32: the first run of each sum, and one past the last.
     """
 
-    fine: tuple[bool, ...]
+    by_element: tuple[bool, ...]
     segments: Any
 
     @classmethod
-    def of_leaves(cls, grads: Sequence[Any]) -> Asked:
+    def of_leaves(cls, grads: Sequence[Any]) -> SquaresRequest:
         """One sum for each leaf."""
         sums = np.cumsum([0, *(num_runs(x.size, False) for x in grads)])
         # Scalars, because custom_partitioning takes no constant array.
@@ -342,9 +342,9 @@ class Asked(NamedTuple):
         return cls((False,) * len(grads), jnp.stack([ends[:-1], ends[1:]], 1))
 
 
-def num_runs(size: int, is_fine: bool) -> int:
+def num_runs(size: int, by_element: bool) -> int:
     """Returns the number of runs of a leaf."""
-    return size if is_fine else -(-size // RUN)
+    return size if by_element else -(-size // RUN)
 
 
 def squares_of_leaf(
@@ -374,15 +374,16 @@ def squares_of_leaf(
         return xp.stack([xp.square(x).reshape(-1) for x in (g, new, u)])
 
 
-def sums_of_runs(squares: Sequence[Any], asked: Asked, xp: Any) -> Any:
+def sums_of_runs(squares: Sequence[Any], request: SquaresRequest, xp: Any) -> Any:
     """The sums of squares that a call takes, shape (n, 3), float32; with numpy the same bits."""
     with np.errstate(all="ignore"):
         runs = [
-            x if is_fine else _runs(x, xp) for x, is_fine in zip(squares, asked.fine, strict=True)
+            x if by_element else _runs(x, xp)
+            for x, by_element in zip(squares, request.by_element, strict=True)
         ]
         partials = xp.concatenate(runs, axis=1)
         if xp is np:
-            pairs = np.clip(asked.segments, 0, partials.shape[1])
+            pairs = np.clip(request.segments, 0, partials.shape[1])
             found = [[_sum_lanes(x[a:b]) for x in partials] for a, b in pairs.tolist()]
             return store(np.reshape(found, (-1, len(KINDS))), np.float32, np)
     at = jnp.arange(partials.shape[1])
@@ -390,7 +391,7 @@ def sums_of_runs(squares: Sequence[Any], asked: Asked, xp: Any) -> Any:
     def one(segment: Any) -> jax.Array:
         return jnp.sum(jnp.where((at >= segment[0]) & (at < segment[1]), partials, 0), axis=1)
 
-    return jax.lax.map(one, asked.segments)
+    return jax.lax.map(one, request.segments)
 
 
 def _runs(x: Any, xp: Any) -> Any:

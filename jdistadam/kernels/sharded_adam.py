@@ -30,7 +30,7 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import Operands, Results, Scalars, Spec
-from jdistadam.kernels.reference import KINDS, Asked
+from jdistadam.kernels.reference import KINDS, SquaresRequest
 
 _MADE = ("params", "mu", "nu", "out")  # the results that replace arrays
 Arrays = Sequence[Any]
@@ -98,8 +98,8 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int, with_squa
     @custom_partitioning
     def adam_step(placed: Any, scalars: Scalars, operands: Operands) -> Results:
         del placed
-        asked = Asked.of_leaves(operands.grads) if with_squares else None
-        return kernel.adam(spec, scalars, operands, asked)
+        request = SquaresRequest.of_leaves(operands.grads) if with_squares else None
+        return kernel.adam(spec, scalars, operands, request)
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, _, operands = arg_shapes
@@ -163,7 +163,9 @@ def _of_some(
     """The kernel's results for some of the leaves."""
     own = dataclasses.replace(spec, groups=tuple(spec.groups[i] for i in leaves))
     some = Operands(*(tuple(kind[i] for i in leaves) if kind else () for kind in operands))
-    return kernel.adam(own, scalars, some, Asked.of_leaves(some.grads) if with_squares else None)
+    return kernel.adam(
+        own, scalars, some, SquaresRequest.of_leaves(some.grads) if with_squares else None
+    )
 
 
 def axes_of_squares(moments: Arrays, shardings: Sequence[Sharding]) -> list[set[str]]:

@@ -30,7 +30,7 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import native, quantized_adam, sharded_adam
 from jdistadam.kernels.adam import Operands, Results, Scalars
 from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec, Rounding, codes_of
-from jdistadam.kernels.reference import Asked
+from jdistadam.kernels.reference import SquaresRequest
 
 
 def encoded(name: str, codec: Codec, x: jax.Array) -> BlockCodes:
@@ -219,8 +219,8 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds, with_squares: bool) -> Any:
     """The kernel with one more argument that passes only shardings."""
 
     def call(scalars: Scalars, rounded: Rounding, here: LeafPositions, operands: Operands) -> Any:
-        asked = Asked.of_leaves(operands.grads) if with_squares else None
-        return quantized_adam.adam(spec, scalars, rounded, here, operands, asked)
+        request = SquaresRequest.of_leaves(operands.grads) if with_squares else None
+        return quantized_adam.adam(spec, scalars, rounded, here, operands, request)
 
     @custom_partitioning
     def step(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Results:

@@ -28,13 +28,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from jdistadam.kernels.adam import UPDATES
+from jdistadam.kernels.multi_tensor import NORMS
 from jdistadam.training.traced_gradients import evaluate, evaluate_one, values_of
 
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
-# The calls that make new parameters.
-_UPDATES = {f"jdistadam_{x}{y}" for x in ("adam", "quantized") for y in ("", "_squares")}
 _GATHERS = {"all_gather", "all_gather_invariant"}
-_NORMS = {"jdistadam_norm_tiles"}
 
 
 def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[..., Any]:
@@ -92,7 +91,7 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     assign(jaxpr.invars, args)
     is_late = [i >= num_ordered and _contains(eqn, _GATHERS) for i, eqn in enumerate(eqns)]
     gathered = [v for i, eqn in enumerate(eqns) if is_late[i] for v in eqn.invars]
-    norms = [v for eqn in eqns[num_ordered:] if _contains(eqn, _NORMS) for v in eqn.outvars]
+    norms = [v for eqn in eqns[num_ordered:] if _contains(eqn, NORMS) for v in eqn.outvars]
     outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Any]] = [[]]
@@ -179,7 +178,7 @@ def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
             if i < num_ordered or i in seen:
                 continue
             seen.add(i)
-            if _contains(eqns[i], _UPDATES):
+            if _contains(eqns[i], UPDATES):
                 found.setdefault(i, []).append(last_use[old])
             else:
                 stack += _variables(eqns[i].invars)

@@ -24,16 +24,16 @@ step = jax.jit(kernel.adam, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def with_squares(spec, fine, segments, scalars, operands):
-    return kernel.adam(spec, scalars, operands, reference.Asked(fine, segments))
+    return kernel.adam(spec, scalars, operands, reference.SquaresRequest(fine, segments))
 
 
-def asked_of(sizes, fine):
+def squares_request(sizes, fine):
     """A segment for each leaf; then some that overlap, are empty or reach beyond the runs."""
     ends = np.cumsum([0, *map(reference.num_runs, sizes, fine)])
     total = ends[-1]
     others = [(1, total - 1), (0, total), (5, 5), (7, 3), (-4, 9), (total - 2, total + 10)]
     segments = [*itertools.pairwise(ends), *others, (total, total + 1)]
-    return reference.Asked(fine, np.asarray(segments, np.int32))
+    return reference.SquaresRequest(fine, np.asarray(segments, np.int32))
 
 
 def operands_of(rng, mode, grad, param, mu, array=random_array):
@@ -71,11 +71,11 @@ def test_sums_equal_the_reference_bitwise(platform, case, values, found_inf):
     groups = tuple(i % 2 for i in range(len(SIZES)))
     spec = Spec(mode, groups, FLAGS, BF16 if mode == "step_and_cast" else None)
     given = scalars(random_rows(count=3), found_inf=found_inf)
-    asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    results = with_squares(spec, *asked, given, operands)
+    request = squares_request(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
+    results = with_squares(spec, *request, given, operands)
     sums = results.squares
     assert_trees_same_bits(results._replace(squares=None), step(spec, given, operands))
-    want = kernel.squares_reference(spec, given, operands, asked, xp=np)
+    want = kernel.squares_reference(spec, given, operands, request, xp=np)
     assert_same_bits(sums, want)
     if values == "plain":
         assert np.isfinite(want).all() and (want[len(SIZES) - 1] > 0)[:2].all()
@@ -99,11 +99,11 @@ def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, ga
     grads = flat(BF16, 3 * total)
     others = flat(F32), flat(F32), flat(F32, nonnegative=True)
     given = scalars(random_rows(count=3), found_inf=found_inf)
-    asked = asked_of(SIZES, tuple(i % 2 == 1 for i in range(len(SIZES))))
-    sums = with_squares(spec, *asked, given, Operands(grads, *others)).squares
+    request = squares_request(SIZES, tuple(i % 2 == 1 for i in range(len(SIZES))))
+    sums = with_squares(spec, *request, given, Operands(grads, *others)).squares
     summed = reference.pairwise_sum(grads[0].astype(F32).reshape(3, total), np)
     one = dataclasses.replace(spec, contributions=1)
-    want = kernel.squares_reference(one, given, Operands([summed], *others), asked, xp=np)
+    want = kernel.squares_reference(one, given, Operands([summed], *others), request, xp=np)
     assert_same_bits(sums, want)
 
 
@@ -113,9 +113,9 @@ def test_fallback_sums_are_close(monkeypatch, found_inf):
     operands = operands_of(np.random.default_rng(6), *CASES["remainder16"], array=plain_array)
     spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), FLAGS)
     given = scalars(random_rows(count=3), found_inf=found_inf)
-    asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    sums = kernel.adam(spec, given, operands, asked).squares
-    want = kernel.squares_reference(spec, given, operands, asked, xp=np)
+    request = squares_request(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
+    sums = kernel.adam(spec, given, operands, request).squares
+    want = kernel.squares_reference(spec, given, operands, request, xp=np)
     np.testing.assert_allclose(sums, want, rtol=1e-5)
 
 
@@ -129,7 +129,7 @@ QUANTIZED = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def quantized_with_squares(spec, fine, segments, *args):
-    return quantized_adam.adam(spec, *args, reference.Asked(fine, segments))
+    return quantized_adam.adam(spec, *args, reference.SquaresRequest(fine, segments))
 
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
@@ -150,10 +150,10 @@ def test_sums_of_quantized_steps_equal_the_reference_bitwise(platform, case, fou
     given = scalars(random_rows(count=3), found_inf=found_inf)
     positions = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(len(SIZES), np.int32)))
     args = given, rounded(), positions, operands
-    asked = asked_of(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    results = quantized_with_squares(spec, *asked, *args)
+    request = squares_request(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
+    results = quantized_with_squares(spec, *request, *args)
     sums, plain = results.squares, jax.jit(quantized_adam.adam, static_argnums=0)(spec, *args)
     assert_trees_same_bits(results._replace(squares=None), plain)
-    want = quantized_adam.squares_reference(spec, given, operands, asked, xp=np)
+    want = quantized_adam.squares_reference(spec, given, operands, request, xp=np)
     assert_same_bits(sums, want)
     assert np.isfinite(want).all() and (want[len(SIZES) - 1, 2] == 0) == found_inf

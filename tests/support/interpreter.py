@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core.codecs import BLOCK, split_halves
-from jdistadam.kernels.reference import Asked, num_runs, pairwise_sum, sums_of_runs
+from jdistadam.kernels.reference import SquaresRequest, num_runs, pairwise_sum, sums_of_runs
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.reference_training import CODES, Elements, Training, param_of
 from support.virtual_devices import (
@@ -256,9 +256,9 @@ class Interpreter(Training):
         """For each leaf each device's sums; of devices with the same part, only the first has any."""
         size, shape = bucket.shard_size, self.devices.shape
         squares = np.square([x[..., :size] for x in elements.measured])
-        is_fine = bucket.is_packed and (len(bucket.leaves) > 1 or bucket.padding > 0)
+        by_element = bucket.is_packed and (len(bucket.leaves) > 1 or bucket.padding > 0)
         sizes = [self.leaves[i].size for i in bucket.leaves]
-        starts = np.int64(bucket.starts(sizes)[: len(sizes)]) if is_fine else np.int64([0])
+        starts = np.int64(bucket.starts(sizes)[: len(sizes)]) if by_element else np.int64([0])
         found = np.zeros((len(sizes), *shape, len(squares)), F32)
         for place in np.ndindex(shape):
             index = dict(zip(self.devices.sizes, place, strict=True))
@@ -268,9 +268,11 @@ class Interpreter(Training):
             for axis in self.state_axes:
                 number = number * self.devices.sizes[axis] + index[axis]
             segments = np.stack([starts, starts + sizes], axis=1) - number * size
-            segments = np.clip(segments, 0, size) if is_fine else [[0, num_runs(size, False)]]
-            asked = Asked((is_fine,), np.asarray(segments))
-            found[(slice(None), *place)] = sums_of_runs([squares[(slice(None), *place)]], asked, np)
+            segments = np.clip(segments, 0, size) if by_element else [[0, num_runs(size, False)]]
+            request = SquaresRequest((by_element,), np.asarray(segments))
+            found[(slice(None), *place)] = sums_of_runs(
+                [squares[(slice(None), *place)]], request, np
+            )
         return dict(zip(bucket.leaves, found, strict=True))
 
     # Results on devices.

@@ -171,7 +171,7 @@ VIEWS = {
 @pytest.mark.parametrize("lag", [0, 2, math.inf])
 def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, view, monkeypatch):
     """atan2 takes the place of kernel calls: each makes a new matrix from a gradient."""
-    monkeypatch.setattr(early_updates, "_UPDATES", {"atan2"})
+    monkeypatch.setattr(early_updates, "UPDATES", {"atan2"})
 
     def step(matrices, x):
         found, last, coefficients = {}, 0.0, x
