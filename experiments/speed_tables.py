@@ -327,25 +327,6 @@ def host_late() -> str:
     return markdown.table(("training step", *IN_MEMORIES), table)
 
 
-def host_leaves() -> str:
-    """One line for each choice of leaves whose state stays on the device."""
-    kept = {
-        "+host": "none",
-        "+host_but_0": "embedding, positions, last norm",
-        "+host_but_4": "the same and the first 4 of 24 blocks",
-        "": "all",
-    }
-    rows = group_rows("bench_step/h200/host_leaves", "unrolled-8")
-    rows = {name: rows[f"optim+remainder16+block8{modifier}"] for modifier, name in kept.items()}
-    cells = _memory_cells([rows["all"], *rows.values()])[1:]
-    table = [
-        (name, f"{row['argument_bytes'] / 1e9:.1f} GB", cell)
-        for (name, row), cell in zip(rows.items(), cells, strict=True)
-    ]
-    columns = ("leaves on the device", "parameters and state on the device", "ms")
-    return markdown.table(columns, table)
-
-
 LARGEST = {  # methods and their names
     "optax": "`optax.adamw`, float32 parameters and moments",
     "optax_host": "`optax.adamw`, float32, state moved by `jax.device_put`",

@@ -312,7 +312,6 @@ TABLES = {
     "host_steps": speed_tables.host_steps,
     "host_late": speed_tables.host_late,
     "early_updates": speed_tables.early_updates,
-    "host_leaves": speed_tables.host_leaves,
     "early_times": speed_tables.early_times,
     "seeds": speed_tables.seeds,
     "largest_model": speed_tables.largest_model,

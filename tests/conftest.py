@@ -133,6 +133,6 @@ def h200s():
 @pytest.fixture
 def several_kernel_calls(monkeypatch):
     """A kernel call for each bucket, as large states have several."""
-    from jdistadam.distributed import update
+    from jdistadam.distributed import calls
 
-    monkeypatch.setattr(update, "MERGED_BYTES", 1)
+    monkeypatch.setattr(calls, "MERGED_BYTES", 1)

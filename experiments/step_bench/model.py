@@ -80,12 +80,6 @@ def is_in_block(path):
     return "block" in path
 
 
-def block_of(path):
-    """The index of the block of a leaf of an unrolled model; -1 for others."""
-    found = re.search(r"block(\d+)", path)
-    return int(found[1]) if found else -1
-
-
 def draw(tree, sharding, scale=0.02):
     """Random values for these shapes: normal, and ones for the scales of the norms."""
     keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree)))

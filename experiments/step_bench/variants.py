@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from step_bench import model as models
-from step_bench.rows import BLOCKS_ON_DEVICE, BY_BLOCK, WINDOWS
+from step_bench.rows import BY_BLOCK, WINDOWS
 
 CHECKED_STEPS = 2
 MAX_NORM = 0.1  # below any gradient's, so it clips
@@ -284,9 +284,6 @@ def moments_of(modifiers):
 
 def memory_of(modifiers):
     """The memory of the state, or of some of its arrays."""
-    for name, blocks in BLOCKS_ON_DEVICE.items():
-        if name in modifiers:
-            return lambda path: "pinned_host" if models.block_of(path) >= blocks else "device"
     if "host_moments" in modifiers:
         return {"mu": "pinned_host", "nu": "pinned_host"}
     if "host_ema" in modifiers:

@@ -24,7 +24,6 @@ from jdistadam.core.guards import (
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import bucket_leaves, flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
-from jdistadam.distributed.flat_parts import part_of, with_part
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.kernels import sharded_quantized_adam
@@ -119,7 +118,7 @@ class FlatAdam:
                 param.exact_at = place
                 if bucket.has_main:
                     param.kind = config.policy.main_params
-                    param.main = part_of(state.main_params, bucket)
+                    param.main = state.main_params
                 for part, dtype in dtypes.items():
                     like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
                     param.moments[part] = like
@@ -128,7 +127,7 @@ class FlatAdam:
 
     def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
-        flat, offset = part_of(flat, bucket), bucket.offset
+        offset = bucket.offset
         if is_flat_codes(flat):
             flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
         return bucket_leaves.extracted(self._form(bucket), flat, offset)
@@ -153,13 +152,11 @@ class FlatAdam:
         if any(x is None for x in found):
             old = self.extract(bucket, section, flat)
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
-        part = part_of(flat, bucket)
-        if is_flat_codes(part):
+        if is_flat_codes(flat):
             shards = bucket_leaves.inserted(form, None, 0, found)
             new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
         else:
-            joined = bucket_leaves.inserted(form, part, bucket.offset, found)
-            new = with_part(flat, bucket, joined)
+            new = bucket_leaves.inserted(form, flat, bucket.offset, found)
         self._new[section] = new
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from jdistadam.core.guards import DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.flat_moments import is_flat_codes
-from jdistadam.distributed.flat_parts import part_of
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
@@ -122,7 +121,7 @@ def _of_flat(flat: FlatAdam) -> Iterator[Group]:
 
 def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str) -> Group:
     """A bucket's part of a moment, in codes if it is coded, or its main parameters."""
-    array = part_of(getattr(flat.state, section), bucket)
+    array = getattr(flat.state, section)
     codec = codec_of(array) if is_flat_codes(array) and bucket.is_coded else None
 
     def make() -> list[Any]:

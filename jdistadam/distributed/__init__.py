@@ -35,8 +35,6 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``average.py``            Their moving average.
 ``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
-``flat_parts.py``         Flat arrays in two parts, in host memory and on the device, if
-                          ``state_memory`` chooses by leaf.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================

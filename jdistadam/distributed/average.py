@@ -16,7 +16,6 @@ from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import calls, flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import find_state, map_state
@@ -64,25 +63,23 @@ def with_new_ema(
         return opt_state
     flat = config.parallel.state_spec
 
-    def average(config: DistributedConfig, layout: Layout, main: Any) -> jax.Array:
-        if "ema" in config.on_host:
-            filled = compat.shard_map(
-                lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
-                mesh=config.mesh,
-                in_specs=(specs, flat, flat),
-                out_specs=flat,
-            )
-            zeros = flat_moments.zeros(config, layout, "ema")
-            return jax.jit(filled, donate_argnums=2)(params, main, zeros)
+    if "ema" in config.on_host:
+        filled = compat.shard_map(
+            lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
+            mesh=config.mesh,
+            in_specs=(specs, flat, flat),
+            out_specs=flat,
+        )
+        zeros = flat_moments.zeros(config, layout, "ema")
+        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
+    else:
         new = compat.shard_map(
             lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
             mesh=config.mesh,
             in_specs=(specs, flat),
             out_specs=flat,
         )
-        return jax.jit(new)(params, main)
-
-    ema = in_parts(config, layout, average, main)
+        ema = jax.jit(new)(params, main)
     return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
@@ -108,9 +105,6 @@ def next_ema(
     """
     if config.ema_decay is None:
         return None
-    if layout.parts:
-        step = functools.partial(next_ema, is_skipped=is_skipped, after=after)
-        return in_parts(config, layout, step, old, layout.split(shards), main)
     if "ema" in config.on_host:
         return _next_in_windows(config, layout, old, shards, main, is_skipped, after)
     return _moved(config, layout, old, shards, main, is_skipped)

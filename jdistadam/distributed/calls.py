@@ -62,8 +62,8 @@ def make_calls(
     """
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
     for i, bucket in enumerate(layout.buckets):
-        arrays = bucket.has_main, bucket.is_coded, bucket.is_resident
-        of_kind.setdefault((bucket.dtype, grad_dtypes[i], *arrays), []).append(i)
+        kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded)
+        of_kind.setdefault(kind, []).append(i)
     in_windows, whole = list[list[Piece]](), list[list[Piece]]()
     for indices in of_kind.values():
         is_on_host = bool(config.arrays_on_host(layout.buckets[indices[0]]))

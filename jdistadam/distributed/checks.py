@@ -18,7 +18,6 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
-from jdistadam.distributed.flat_parts import FlatParts
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -86,8 +85,7 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
     """
     names = [x for x, has in zip(FLAT_ARRAYS, (has_main, True, True, has_ema), strict=True) if has]
     memories = " or ".join(map(repr, memory.MEMORIES))
-    of_all = memory.HOST if callable(value) else value  # a function chooses leaves, not arrays
-    given = value if isinstance(value, Mapping) else dict.fromkeys(names, of_all)
+    given = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
     for name, place in given.items():
         if name not in names:
             raise PolicyError(
@@ -98,7 +96,7 @@ def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, .
         if place not in memory.MEMORIES:
             what = f"state_memory[{name!r}]" if given is value else "state_memory"
             raise PolicyError(
-                f"{what}: unknown: got {place!r}, expected {memories}, a dict or a function. "
+                f"{what}: unknown: got {place!r}, expected {memories}, or a dict. "
                 'Pass for example {"mu": "pinned_host", "nu": "pinned_host"}.'
             )
     on_host = tuple(name for name in names if given.get(name) == memory.HOST)
@@ -372,15 +370,14 @@ def _kind(x: Any) -> Any:
 
 
 def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
-    trees = FlatCodes, FlatParts
-    types = [type(x) if isinstance(x, trees) else None for x in (got, wanted)]
-    if types[0] != types[1] or (types[0] is FlatCodes and _kind(got) != _kind(wanted)):
+    are_codes = [isinstance(x, FlatCodes) for x in (got, wanted)]
+    if are_codes[0] != are_codes[1] or (are_codes[0] and _kind(got) != _kind(wanted)):
         raise DtypeError(
             f"opt_state.{name}: is not stored as the optimizer expects: "
             f"got {_kind(got)}, expected {_kind(wanted)}. "
             "Make the state with init(params) of this optimizer, or convert it."
         )
-    if isinstance(wanted, trees):
+    if isinstance(wanted, FlatCodes):
         for field in wanted._fields:
             _check_flat_array(f"{name}.{field}", getattr(got, field), getattr(wanted, field))
         return

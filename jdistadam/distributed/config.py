@@ -21,7 +21,6 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
-from jdistadam.distributed.flat_parts import FlatParts
 from jdistadam.distributed.layout import Bucket, Layout, Leaf, arrays_of, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import check_cuts, whole_size
@@ -38,8 +37,7 @@ class DistributedConfig:
     Inside, a device has its part of arrays sharded over tensor axes; the model computes with these
     *whole* params, and layouts are made from them. Under "optim_grads_params" a device holds only a
     ``Shard`` of the large ones. The state holds shards of all params in *flat* arrays; those named
-    in ``on_host`` are in host memory between steps, except for leaves of which ``is_resident`` is
-    true.
+    in ``on_host`` are in host memory between steps.
     """
 
     algorithm: Algorithm
@@ -59,7 +57,6 @@ class DistributedConfig:
     on_host: tuple[str, ...] = ()
     state_buffer_bytes: float = 0
     early_updates: bool | None = None
-    is_resident: Callable[[str], bool] | None = None
 
     @property
     def steps_in_windows(self) -> bool:
@@ -68,15 +65,12 @@ class DistributedConfig:
 
     def arrays_on_host(self, bucket: Bucket) -> tuple[str, ...]:
         """Returns the arrays of a bucket that a step updates, and that are in host memory."""
-        if bucket.is_resident:
-            return ()
         return tuple(name for name in arrays_of(bucket) if name in self.on_host)
 
-    def state_sharding(self, name: str) -> Any:
-        """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``, or of its parts."""
+    def state_sharding(self, name: str) -> NamedSharding:
+        """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""
         sharding = NamedSharding(self.mesh, self.parallel.state_spec)
-        on_host = sharding.with_memory_kind(memory.HOST) if name in self.on_host else sharding
-        return on_host if self.is_resident is None else FlatParts(on_host, sharding)
+        return sharding.with_memory_kind(memory.HOST) if name in self.on_host else sharding
 
     @property
     def takes_norm_first(self) -> bool:
@@ -155,7 +149,6 @@ class DistributedConfig:
                 tensor_axes=mesh_axes.axes_of(spec),
                 is_stacked=_selects(self.stacked, path),
                 in_model=_selects(self.gathered_in_model, path),
-                is_resident=_selects(self.is_resident, path),
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
@@ -167,7 +160,7 @@ class DistributedConfig:
                 check_cuts(leaf, self.tensor_parts)
         _check_any("stacked", self.stacked, [leaf.is_stacked for leaf in leaves], paths)
         _check_any("gathered_in_model", self.gathered_in_model, [x.in_model for x in leaves], paths)
-        layout = make_layout(
+        return make_layout(
             leaves,
             self.parallel.num_shards,
             self.bucket_bytes,
@@ -177,10 +170,7 @@ class DistributedConfig:
             shards_params=self.parallel.shards_params,
             gathers_layers=self.parallel.gathers_layers,
             in_blocks=self.algorithm.storage.is_any,
-            has_parts=self.is_resident is not None,
         )
-        _check_parts(layout)
-        return layout
 
     def schedule(
         self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True
@@ -298,26 +288,6 @@ def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]
             "expected True for the layers that the model scans over or gathers. "
             f"Test for a part of their paths, or leave {name} out."
         )
-
-
-def _check_parts(layout: Layout) -> None:
-    """Raises TreeError if a function as ``state_memory`` leaves one of the memories empty."""
-    buckets = layout.buckets
-    if not layout.parts or len({bucket.is_resident for bucket in buckets}) != 1:
-        return
-    places = [memory.MEMORIES[0] if x else memory.HOST for x in (True, False)]
-    if len({layout.leaves[i].is_resident for bucket in buckets for i in bucket.leaves}) > 1:
-        raise TreeError(
-            f"state_memory: {len(buckets)} buckets of small leaves, and each has a leaf that stays "
-            f"on the device: got {len(layout.leaves)} leaves in them, expected a bucket "
-            f"without one. Pass smaller bucket_bytes, or state_memory={places[0]!r}."
-        )
-    place = places[0] if buckets[0].is_resident else places[1]
-    raise TreeError(
-        f"state_memory: the same memory for all {len(layout.leaves)} leaves: got {place!r}, "
-        "expected a function that returns each of the two for a leaf with elements that is not "
-        f"frozen. Test for a part of paths like {layout.leaves[0].path}, or pass {place!r}."
-    )
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:

@@ -20,7 +20,6 @@ from jdistadam.core import memory
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_parts import FlatParts, in_parts, part_of, with_part
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
 
 FLAT_ARRAYS = ("main_params", "mu", "nu", "ema")
@@ -67,10 +66,6 @@ def has_arrays(config: DistributedConfig) -> dict[str, bool]:
 
 def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
-    if layout.parts:
-        both = in_parts(config, layout, types_of_arrays)
-        has = has_arrays(config)
-        return {k: FlatParts(x, both.device[k]) if has[k] else None for k, x in both.host.items()}
     shape, main = jax.ShapeDtypeStruct, config.policy.main_params.dtype
     return {
         "main_params": shape((layout.main_size,), main) if layout.main_size else None,
@@ -89,20 +84,18 @@ def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
     """Returns a bucket's shard of a flat array of floats, on the device."""
     num_lines = -(-bucket.shard_size // ALIGNMENT)
-    flat = part_of(flat, bucket)
     lines = memory.cut_lines(flat, bucket.offset // ALIGNMENT, num_lines, ALIGNMENT)
     return lines[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
 def offset_of(moment: Any, bucket: Bucket) -> int:
     """Returns the start of a bucket's shard in the array that holds its moment."""
-    is_coded = is_flat_codes(part_of(moment, bucket))
+    is_coded = is_flat_codes(moment)
     return bucket.moment_offset if is_coded else bucket.offset
 
 
 def operand_of(moment: Any, bucket: Bucket) -> Any:
     """Returns the flat array of a bucket's moment or main parameters, as the kernel takes it."""
-    moment = part_of(moment, bucket)
     if not is_flat_codes(moment):
         return moment
     return BlockCodes(moment.codes, moment.scales) if bucket.is_coded else moment.floats
@@ -110,11 +103,10 @@ def operand_of(moment: Any, bucket: Bucket) -> Any:
 
 def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
     """Returns a moment with the array of ``operand_of`` replaced."""
-    part = part_of(moment, bucket)
-    if is_flat_codes(part):
-        fields = dict(codes=new.codes, scales=new.scales) if bucket.is_coded else dict(floats=new)
-        new = part._replace(**fields)
-    return with_part(moment, bucket, new)
+    if not is_flat_codes(moment):
+        return new
+    fields = dict(codes=new.codes, scales=new.scales) if bucket.is_coded else dict(floats=new)
+    return moment._replace(**fields)
 
 
 # Decodes and encodes moments: one bucket's shards at a time, outside of shard_map.
@@ -124,8 +116,6 @@ def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
 
 def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
     """Returns a flat array of a state on all devices, filled with zeros."""
-    if layout.parts:
-        return in_parts(config, layout, functools.partial(zeros, name=name))
     parallel, sharding = config.parallel, config.state_sharding(name)
     types = types_of_arrays(config, layout)[name]
     devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
@@ -157,9 +147,8 @@ def decoded_shards(config: DistributedConfig, bucket: Bucket, name: str, moment:
       moment: The moment.
     """
     decode = _decoder(*_kind(config, bucket, name))
-    moment = part_of(moment, bucket)
     if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
-        moment = jax.device_put(moment, part_of(config.state_sharding(name), bucket))
+        moment = jax.device_put(moment, config.state_sharding(name))
     return decode(moment, bucket.moment_offset // BLOCK)
 
 
@@ -176,8 +165,7 @@ def with_shards(
       shards: As ``decoded_shards`` returns them.
     """
     encode = _encoder(*_kind(config, bucket, name))
-    new = encode(part_of(moment, bucket), bucket.moment_offset // BLOCK, shards)
-    return with_part(moment, bucket, new)
+    return encode(moment, bucket.moment_offset // BLOCK, shards)
 
 
 def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ...]:

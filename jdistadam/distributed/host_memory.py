@@ -25,7 +25,6 @@ from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, offset_of, operand_of
-from jdistadam.distributed.flat_parts import FlatParts
 from jdistadam.distributed.layout import Bucket, aligned
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
@@ -33,18 +32,11 @@ from jdistadam.kernels.host_copy import Lines
 
 
 def map_arrays(names: Collection[str], function: Callable[[Any], Any], opt_state: Any) -> Any:
-    """Applies a function to some flat arrays of a state, or of a tree with one in it.
-
-    Not to the parts of them that stay on the device.
-    """
-
-    def on_host(flat: Any) -> Any:
-        if isinstance(flat, FlatParts):
-            return flat._replace(host=on_host(flat.host))
-        return jax.tree.map(function, flat)
+    """Applies a function to some flat arrays of a state, or of a tree with one in it."""
 
     def mapped(state: DistributedState) -> DistributedState:
-        return state._replace(**{name: on_host(getattr(state, name)) for name in names})
+        new = {name: jax.tree.map(function, getattr(state, name)) for name in names}
+        return state._replace(**new)
 
     return map_state(mapped, opt_state) if names else opt_state
 
@@ -63,13 +55,7 @@ def to_host(config: DistributedConfig, opt_state: Any) -> Any:
 def check_memory(config: DistributedConfig | None, **named: Any) -> None:
     """Raises MeshError for an array on the host, unless ``state_memory`` puts it there."""
     on_host = () if config is None else config.on_host
-    has_parts = config is not None and config.is_resident is not None
-    if not has_parts and any(trees.parts_of(x, FlatParts) for x in named.values()):
-        advice = (
-            "The state_memory of its optimizer is a function. Convert it: to_optax_state with that "
-            "optimizer, from_optax_state with this one."
-        )
-    elif on_host:
+    if on_host:
         advice = (
             f"state_memory of this optimizer names only {', '.join(on_host)}. "
             "Move the state first: jax.device_put(opt_state, tx.state_shardings())."

@@ -38,7 +38,6 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.codecs import BLOCK
-from jdistadam.distributed.flat_parts import FlatParts
 
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
@@ -58,7 +57,6 @@ class Leaf:
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
-    is_resident: bool = False  # whether its state stays on the device: flat_parts.py
 
     @property
     def size(self) -> int:
@@ -94,7 +92,6 @@ class Bucket:
         between them are zero.
       is_coded: Whether its moments are coded, if any are.
       moment_offset: Start of its shard in the codes, or in the moments without codes.
-      is_resident: Whether its state stays on the device: then offsets are those in that part.
     """
 
     leaves: tuple[int, ...]
@@ -112,7 +109,6 @@ class Bucket:
     leaf_alignment: int = 1
     is_coded: bool = False
     moment_offset: int = 0
-    is_resident: bool = False
 
     @property
     def shard_size(self) -> int:
@@ -166,8 +162,6 @@ class Layout:
       coded_size: Elements of a moment in codes.
       uncoded_size: Elements of the same moment without codes. Neither is ever zero, because
         shard_map takes no empty arrays.
-      parts: Layouts of the buckets in host memory, and of those that stay on the device, each with
-        flat arrays of its own; empty if all are in the same arrays. Then sizes are those of both.
     """
 
     num_shards: int
@@ -177,16 +171,10 @@ class Layout:
     main_size: int
     coded_size: int = ALIGNMENT
     uncoded_size: int = ALIGNMENT
-    parts: tuple[Layout, ...] = ()
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every leaf of unsharded params."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
-
-    def split(self, of_buckets: Sequence[Any]) -> FlatParts:
-        """Returns what belongs to the buckets of each part."""
-        pairs = list(zip(self.buckets, of_buckets, strict=True))
-        return FlatParts(*([x for b, x in pairs if b.is_resident is is_] for is_ in (False, True)))
 
     def whole_size(self, bucket: Bucket) -> int:
         """Returns the number of elements of a bucket on all devices, including padding."""
@@ -220,7 +208,6 @@ def make_layout(
     shards_params: bool = False,
     gathers_layers: bool = False,
     in_blocks: bool = False,
-    has_parts: bool = False,
 ) -> Layout:
     """Assigns every leaf to a bucket and every bucket to its position.
 
@@ -238,8 +225,6 @@ def make_layout(
       gathers_layers: Whether devices gather those of stacked leaves layer by layer.
       in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` elements, so that blocks of
         coded moments, and random bits, are those of whole leaves.
-      has_parts: Whether resident leaves have flat arrays of their own. A packed bucket with such a
-        leaf is resident.
 
     Example:
       >>> leaves = [Leaf("w", (512, 64), "float32", 0), Leaf("b", (3,), "float32", 0)]
@@ -253,31 +238,19 @@ def make_layout(
     members = _members(leaves, num_shards, bucket_bytes, packs, leaf_alignment)
     # Those with main parameters first, because the flat array of main parameters is shorter.
     has_main = [keeps_main(leaves[m.leaves[0]].dtype, not m.is_packed) for m in members]
-    buckets: list[Bucket] = []
-    parts = dict.fromkeys((False, True), Layout(num_shards, tuple(leaves), (), 0, 0, 0, 0))
+    layout = Layout(num_shards, tuple(leaves), (), 0, 0, 0, 0)
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
         bucket = _bucket(leaves, members[i], num_shards, num_inner_shards, leaf_alignment)
-        is_resident = has_parts and any(leaves[k].is_resident for k in bucket.leaves)
-        part = parts[is_resident]
         bucket = dataclasses.replace(
             bucket,
-            offset=part.flat_size,
-            moment_offset=part.coded_size if bucket.is_coded else part.uncoded_size,
+            offset=layout.flat_size,
+            moment_offset=layout.coded_size if bucket.is_coded else layout.uncoded_size,
             has_main=has_main[i],
             is_sharded_param=shards_params and not bucket.is_packed,
             num_layers=bucket.num_layers if gathers_layers else None,
-            is_resident=is_resident,
         )
-        buckets.append(bucket)
-        parts[is_resident] = _with_bucket(part, bucket)
-    found = [_without_empty(part) for part in parts.values()]
-    if not has_parts:
-        return found[0]
-    sizes = {name: sum(getattr(x, name) for x in found) for name in _SIZES}
-    return dataclasses.replace(found[0], buckets=tuple(buckets), parts=tuple(found), **sizes)
-
-
-_SIZES = ("flat_size", "main_size", "coded_size", "uncoded_size")
+        layout = _with_bucket(layout, bucket)
+    return _without_empty(layout)
 
 
 def _with_bucket(layout: Layout, bucket: Bucket) -> Layout:

@@ -17,7 +17,6 @@ from jdistadam.core import collectives
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import bucket_leaves, calls, flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -54,22 +53,19 @@ def with_main_params(
     if not config.policy.main_params.is_stored:
         return opt_state
 
-    def new(config: DistributedConfig, layout: Layout) -> Any:
-        if not layout.main_size:
-            return None
-        if "main_params" in config.on_host:
-            return _new_on_host(config, layout, specs, main)
-        if bucket_leaves.are_many(layout):
-            return _new_by_buckets(config, layout, main)
+    flat: Any = None
+    if layout.main_size and "main_params" in config.on_host:
+        flat = _new_on_host(config, layout, specs, main)
+    elif layout.main_size and bucket_leaves.are_many(layout):
+        flat = _new_by_buckets(config, layout, main)
+    elif layout.main_size:
         shard = compat.shard_map(
             lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
             mesh=config.mesh,
             in_specs=(specs,),
             out_specs=config.parallel.state_spec,
         )
-        return jax.jit(shard)(main)
-
-    flat = in_parts(config, layout, new)
+        flat = jax.jit(shard)(main)
     return map_state(lambda state: state._replace(main_params=flat), opt_state)
 
 

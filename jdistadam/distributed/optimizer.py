@@ -39,7 +39,6 @@ from jdistadam.distributed.checks import (
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
-from jdistadam.distributed.flat_parts import in_each_part, residence
 from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -72,7 +71,7 @@ def distributed(
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
-    state_memory: str | Mapping[str, str] | Callable[[str], str] = "device",
+    state_memory: str | Mapping[str, str] = "device",
     state_buffer_bytes: int = 1 << 30,
     early_updates: bool | None = None,
 ) -> DistributedTransformation:
@@ -174,8 +173,8 @@ def distributed(
         total. They are among the metrics of ``train_step``; in a custom training loop
         ``step_with_norms`` returns them. See docs/recipes.md.
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
-        host memory. A dict (``{"mu": "pinned_host"}``) chooses some of these arrays, and a function
-        of a leaf's path some leaves. The same bits, but slower. See docs/host_memory.md.
+        host memory. A dict (``{"mu": "pinned_host"}``) chooses some of these arrays. The same bits,
+        but slower. See docs/host_memory.md.
       state_buffer_bytes: Device memory, in bytes, for windows of such a state, which a step copies
         to the devices and back; it uses at least three windows, even if they need more.
       early_updates: Whether ``train_step`` updates each parameter, and frees its gradient, as soon
@@ -262,7 +261,6 @@ def distributed(
         on_host=on_host,
         state_buffer_bytes=state_buffer_bytes,
         early_updates=early_updates,
-        is_resident=residence(state_memory),
     )
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
@@ -354,16 +352,15 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
     guard = NormGuardState(*(everywhere for _ in NormGuardState._fields))
     storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
-    parts = functools.partial(in_each_part, config)
     return DistributedState(
         count=everywhere,
-        main_params=parts(flat) if config.policy.main_params.is_stored else flat,
-        mu=parts(coded if storage.codec_of("mu").is_coded else flat),
-        nu=parts(coded if storage.nu.is_coded else flat),
+        main_params=flat,
+        mu=coded if storage.codec_of("mu").is_coded else flat,
+        nu=coded if storage.nu.is_coded else flat,
         grad_norm=everywhere,
         layout_digest=everywhere,
         scaling=None if config.loss_scale is None else scaling,
         key=everywhere if storage.is_stochastic else None,
-        ema=None if config.ema_decay is None else parts(flat),
+        ema=None if config.ema_decay is None else flat,
         guard=None if config.norm_guard is None else guard,
     )

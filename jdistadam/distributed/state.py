@@ -131,8 +131,6 @@ def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
         "offset": bucket.offset,
         "main": main_kind if bucket.has_main else None,
     }
-    if bucket.is_resident:
-        entry["resident"] = True
     if bucket.leaf_alignment > 1:
         entry["unit"] = bucket.leaf_alignment
     return entry
@@ -259,9 +257,6 @@ class DistributedState(NamedTuple):
       ema: Shape (num_shards * flat_size,), float32, sharded: the moving average of the exact
         parameters, which ``ema_params`` returns; None without ema_decay.
       guard: The running mean of the gradient norm, and its skipped steps; None without norm_guard.
-
-    If ``state_memory`` is a function, main_params, mu, nu and ema are each a ``FlatParts`` of two
-    such arrays, in host memory and on the device.
     """
 
     count: jax.Array  # type: ignore[assignment]

@@ -20,7 +20,6 @@ from jdistadam.distributed.average import new_ema, next_ema
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_arrays
-from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
@@ -43,9 +42,6 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         check_not_transformed("init", params)
     leaves = jax.tree.leaves(params)
 
-    def mains(config: DistributedConfig, layout: Layout) -> Any:
-        return main_shard(config, layout, leaves) if layout.main_size else None
-
     # Varying over the axes, as shards are, for the type checker of shard_map.
     axes = config.parallel.cut_axes
 
@@ -54,14 +50,11 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
     def zeros(name: str) -> Any:
         return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types[name])
 
-    def average(config: DistributedConfig, layout: Layout, main: Any) -> Any:
-        return new_ema(config, layout, leaves, main)
-
-    main = in_parts(config, layout, mains)
+    main = main_shard(config, layout, leaves) if layout.main_size else None
     storage = config.algorithm.storage
     new = DistributedState(
         count=jnp.zeros((), jnp.int32),
-        main_params=main if config.policy.main_params.is_stored else None,
+        main_params=main,
         mu=zeros("mu"),
         nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
@@ -69,7 +62,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=storage.key if storage.is_stochastic else None,
         guard=None if config.norm_guard is None else new_norm_guard(),
-        ema=None if config.ema_decay is None else in_parts(config, layout, average, main),
+        ema=new_ema(config, layout, leaves, main),
     )
     return host_memory.to_host(config, new)
 

@@ -67,7 +67,7 @@ class Store:
     def take(self, call: Call) -> Taken:
         """Returns the arrays of a call: whole ones in place, or windows that begin with it."""
         buckets, first = call.buckets, call.buckets[0]
-        windows = buckets if first.is_resident else within(buckets)
+        windows = within(buckets)
         offsets = {
             name: tuple(offset_of(flat, x) for x in (windows if name in self._on_host else buckets))
             for name, flat in self._flat._asdict().items()

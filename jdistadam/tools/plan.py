@@ -164,12 +164,11 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     for entry in schedule.buckets:
         for name, size in _buffers(config, schedule.layout, entry):
             buffers[name] = buffers.get(name, 0) + size
-    held, (streamed, *_) = _held(config, schedule.layout), (*schedule.layout.parts, schedule.layout)
-    of_streamed = _held(config, streamed)
-    on_host = {name: of_streamed[name] for name in config.on_host if of_streamed[name]}
+    held = _held(config, schedule.layout)
+    on_host = {name: held[name] for name in config.on_host if held[name]}
     held = {k: x - on_host.get(k, 0) for k, x in held.items() if x != on_host.get(k)}
     if on_host:
-        buffers["windows of the state"] = _windows(config, streamed)
+        buffers["windows of the state"] = _windows(config, schedule.layout)
     return Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,

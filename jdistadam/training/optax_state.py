@@ -19,7 +19,6 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
-from jdistadam.distributed.flat_parts import in_parts
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.state import (
@@ -273,11 +272,7 @@ def _shard(
         return jnp.concatenate(shards)
 
     def moment(name: str) -> Any:
-        convert = functools.partial(part, name=name)
-        return in_parts(config, layout, convert, getattr(old, name))
-
-    def part(config: DistributedConfig, layout: Layout, like: Any, name: str) -> Any:
-        tree = getattr(adam, name)
+        tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_codes(like):
             return jax.device_put(flat(layout, tree, like.dtype), config.state_sharding(name))
         devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
@@ -300,14 +295,6 @@ def _global_leaves(
 
     ``name``: "mu" or "nu" for a moment, which may be coded.
     """
-    if layout.parts:
-        both = [
-            _global_leaves(config, part, params, x, name)
-            for part, x in zip(layout.parts, flat, strict=True)
-            if x is not None
-        ]
-        resident = {i for bucket in layout.parts[1].buckets for i in bucket.leaves}
-        return [(both[-1] if i in resident else both[0])[i] for i in range(len(layout.leaves))]
     parts = config.parallel.size(config.parallel.tensor_axes)
     fetched = _fetch_moment(config, layout, flat, name) if is_flat_codes(flat) else fetch(flat)
     by_part = fetched.reshape(config.parallel.num_shards, parts, -1)

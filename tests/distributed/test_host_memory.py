@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 
 import jax
@@ -21,7 +20,6 @@ from support import h200, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
 from support.exact_sums import HYPER, linear_loss, random_params
-from support.optimizers import distributed_adamw
 from support.samples import often
 
 BOTH, GPU = ("device", "pinned_host"), "gpu"
@@ -58,11 +56,6 @@ def memories(opt_state):
 def on_host(*names):
     """The argument ``state_memory`` that moves only these."""
     return dict.fromkeys(names, "pinned_host")
-
-
-def by_leaf(path):
-    """The argument ``state_memory`` that keeps the state of one leaf on the device."""
-    return "device" if "rows" in path else "pinned_host"
 
 
 def names_on_host(opt_state):
@@ -120,86 +113,6 @@ def test_states_partly_on_the_host_have_the_bits_of_device_memory(policy, names,
     planned, on_device = (jda.plan(params, x) for x in (tx, over(2, policy, "device")))
     assert set(planned.on_host) == set(names)
     assert planned.held.keys() | planned.on_host.keys() == on_device.held.keys()
-
-
-@pytest.mark.parametrize("case", CASES)
-@often(lambda case: case in ("one device", "ZeRO-1", "ZeRO-3"))
-def test_memories_chosen_by_leaf_have_the_bits_of_one_memory(case, tmp_path):
-    """Steps, conversions, averages and checkpoints, which fit any choice of memories."""
-    place, policy, options = CASES[case]
-    options = SMALL | options | dict(ema_decay=0.9)
-    txs = [make_tx(place, policy, **options, state_memory=x) for x in (*BOTH, by_leaf)]
-    states = []
-    for tx in txs[1:]:
-        states.append(few(tx, policy))
-        assert memories(states[-1].opt_state) == {"pinned_host"}
-        states[-1], metrics = run(tx, states[-1])
-        assert memories(states[-1].opt_state) == {"pinned_host"} and int(metrics["skipped"]) == 1
-    pairs, (whole, parts) = list(zip(states, txs[1:], strict=True)), states
-    exact = [jda.to_optax_state(*pair) for pair in pairs]
-    assert_trees_same_bits((whole.params, *exact[0]), (parts.params, *exact[1]), case)
-    assert_trees_same_bits(*(jda.ema_params(*pair) for pair in pairs))
-    kinds = {x.memory_kind for x in jax.tree.leaves(txs[2].state_shardings().mu)}
-    assert kinds == set(BOTH)
-    planned = jda.plan(parts.params, txs[2])
-    sizes = {"device": 0, "pinned_host": 0}
-    for x in jax.tree.leaves((parts.params, parts.opt_state)):
-        sizes[x.sharding.memory_kind] += math.prod(x.sharding.shard_shape(x.shape)) * x.itemsize
-    assert [planned.held_bytes, sum(planned.on_host.values())] == list(sizes.values())
-    for i, tx in enumerate(txs[1:]):
-        jda.save(tmp_path / str(i), states[i], tx)
-    for source, tx in ((0, txs[2]), (1, txs[0]), (1, txs[2])):
-        got = jda.restore(tmp_path / str(source), jda.TrainState.shapes(parts.params, tx), tx)
-        assert_trees_same_bits(jda.to_optax_state(got, tx), exact[0], case)
-        assert_trees_same_bits(got.params, parts.params, case)
-    assert_trees_same_bits(got, parts)
-    main, opt_state, extra = exact[0]
-    dtypes = jax.tree.map(lambda x: x.dtype, parts.params)
-    made = jda.from_optax_state(main, opt_state, txs[2], extra, param_dtypes=dtypes)
-    assert_trees_same_bits(made.opt_state.mu, parts.opt_state.mu)
-
-
-@pytest.mark.parametrize("place", BOTH)
-def test_a_function_for_one_memory_is_an_error(place):
-    tx = over(2, "8 bits", lambda path: place)
-    with pytest.raises(jda.TreeError, match=rf"^state_memory: the same memory for all .*{place}"):
-        few(tx, "8 bits")
-    mesh, wide = over(2, "8 bits", "device").config.mesh, jnp.ones((256, 8))
-    tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, state_memory=by_leaf)
-    with pytest.raises(
-        jda.TreeError, match=r"^state_memory: 1 buckets of small leaves.*bucket_bytes"
-    ):
-        tx.layout({"rows": wide, "columns": wide})
-    tx = over(2, "8 bits", lambda path: path)
-    with pytest.raises(
-        jda.PolicyError, match=r"^state_memory: not a memory for params\['columns'\]"
-    ):
-        few(tx, "8 bits")
-
-
-def test_memories_of_leaves_without_main_parameters_and_with_injected_numbers(tmp_path):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
-    make = jda.inject_hyperparams(distributed_adamw)
-    tx = make(1e-3, mesh=mesh, state_memory=by_leaf, main_params_dtype=None, bucket_bytes=1 << 12)
-    state = jda.TrainState.create(of_few(random_params(jnp.bfloat16)), tx)
-    state, _ = jda.train_step(linear_loss, tx)(state, of_few(next(iter(batches(1)))))
-    jda.save(tmp_path / "state", state, tx)
-    template = jda.TrainState.shapes(state.params, tx)
-    for like, new in ((template, None), (state, lambda path: False)):
-        got = jda.restore(tmp_path / "state", like, tx, new=new)
-        assert_trees_same_bits(got, state)
-
-
-def test_a_state_with_other_parts_is_an_error():
-    txs = [over(2, "bfloat16", x) for x in (by_leaf, "pinned_host")]
-    other = over(2, "bfloat16", lambda path: "device" if "small" in path else "pinned_host")
-    txs.append(over(2, "bfloat16", "device"))
-    given, state = of_few(next(iter(batches(1)))), few(txs[0], "bfloat16")
-    for tx in (*txs[1:], other):
-        with pytest.raises(jda.JDistAdamError, match="_optax_state"):
-            jda.train_step(linear_loss, tx)(state, given)
-    with pytest.raises(jda.JDistAdamError, match="_optax_state"):
-        jda.train_step(linear_loss, txs[0])(few(txs[1], "bfloat16"), given)
 
 
 def test_state_memory_dict_is_copied_when_given():
@@ -451,7 +364,6 @@ def test_many_windows_on_one_gpu_change_no_bit(case, monkeypatch):
     params = {f"w{i}": rng.normal(size=(3 << 10, 1 << 10)) for i in range(4)}
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     adam = jda.fused_adamw(**HYPER, **(CODED if case == "codes" else {}))
-    on_device = jda.distributed(adam, mesh=mesh, ema_decay=0.9)
     for memory in (*BOTH, *map(lambda names: on_host(*names), APART)):
         tx = jda.distributed(
             adam, mesh=mesh, state_memory=memory, state_buffer_bytes=1, ema_decay=0.9
@@ -466,19 +378,6 @@ def test_many_windows_on_one_gpu_change_no_bit(case, monkeypatch):
         found[str(memory)] = state
     for got in found.values():
         assert_trees_same_bits(got, found["device"])
-    tx = jda.distributed(
-        adam,
-        mesh=mesh,
-        state_memory=lambda path: BOTH["w1" in path or "w3" in path],
-        state_buffer_bytes=2 * three,
-        ema_decay=0.9,
-    )
-    step, state = jda.train_step(squares, tx), jda.TrainState.create(params, tx)
-    for i in range(10):
-        state, _ = step(state, np.linspace(1 + i, -2, 8, dtype=np.float32))
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state.mu)} == set(BOTH)
-    assert_trees_same_bits(state.params, found["device"].params)
-    assert_trees_same_bits(jda.ema_params(state, tx), jda.ema_params(found["device"], on_device))
 
 
 @pytest.mark.parametrize(("policy", "count"), [("float32", 3), ("8 bits", 3), ("8 bits", 6)])

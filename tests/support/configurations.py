@@ -58,7 +58,7 @@ PLACE = {
     "bucket_bytes": (1, 20_000, 32 << 20),
     "stacked": (False, True),
     "communication": (*("auto",) * 9, "peer"),
-    "state_memory": ("device", "device", "pinned_host", "moments", "nu", "by leaf"),
+    "state_memory": ("device", "device", "pinned_host", "moments", "nu"),
     "early_updates": (*(None,) * 6, False, True),
     "gathered_in_model": (False, True),
 }
@@ -95,7 +95,6 @@ CONFIG = {
 MEMORY = {
     "moments": {"mu": "pinned_host", "nu": "pinned_host"},
     "nu": {"nu": "pinned_host"},
-    "by leaf": lambda path: "device" if "matrix" in path else "pinned_host",
 }  # others: for everything
 
 
@@ -294,10 +293,8 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         fit(config, place["early_updates"], clip=None, loss_scale="none", norm_guard=None)
         sees_sums = config["chain"] != "none" and place["strategy"].startswith("optim_grads")
         fit(config, sees_sums, micro=1, weighted=False)
-        # "w" shares no bucket with "matrix", so by leaf they can be in two memories. It is large:
-        # where a model axis cuts it, there is still a shard to gather in the model.
-        by_leaf = place["state_memory"] == "by leaf"
-        needs_layers = place["stacked"] or by_leaf or place["gathered_in_model"]
+        # "w" is large: where a model axis cuts it, there is still a shard to gather in the model.
+        needs_layers = place["stacked"] or place["gathered_in_model"]
         names |= {"layers"} if needs_layers else set()
     if config["adam"] == "l2":
         config["mask"] = "none"

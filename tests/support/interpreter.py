@@ -61,11 +61,11 @@ class Interpreter(Training):
                 self.held[i] = place_phase(self.devices, entry.reduce, self.held[i], dim)
 
     def _check_places(self):
-        """Shards are contiguous, among those in host memory and among those that stay."""
+        """Shards are contiguous."""
         ends = collections.Counter()
         for entry in self.schedule.buckets:
             bucket, kind = entry.bucket, "coded" if entry.bucket.is_coded else "uncoded"
-            places = [(bucket.is_resident, name) for name in ("offset", kind)]
+            places = ["offset", kind]
             assert [bucket.offset, bucket.moment_offset] == [ends[x] for x in places], bucket
             ends.update(dict.fromkeys(places, _aligned(bucket.shard_size)))
 
@@ -328,15 +328,13 @@ class Interpreter(Training):
                 assert not elements.floats(name)[number < 0].any(), "gaps and padding are zero"
 
     def flat(self, name):
-        """The flat arrays of this name on all devices, of one part or of two."""
+        """The flat arrays of this name on all devices."""
         layout = self.schedule.layout
-        return [x for part in layout.parts or [layout] for x in self._flat_of(part, name)]
-
-    def _flat_of(self, layout, name):
+        pairs = list(zip(layout.buckets, self.buckets, strict=True))
         if name == "main_params":
             dtype = np.uint16 if self.config.main == "remainder16" else F32
             flat = np.zeros((*self.devices.shape, layout.main_size), dtype)
-            for bucket, elements in self._pairs(layout):
+            for bucket, elements in pairs:
                 if bucket.has_main:
                     x = elements.value
                     _write(
@@ -348,13 +346,13 @@ class Interpreter(Training):
         given = "float32" if name == "ema" else getattr(self.config, name)
         if given not in CODES:
             flat = np.zeros((*self.devices.shape, layout.flat_size), jnp.dtype(given))
-            for bucket, elements in self._pairs(layout):
+            for bucket, elements in pairs:
                 _write(flat, bucket.offset, getattr(elements, name))
             return [flat]
         codes = np.zeros((*self.devices.shape, layout.coded_size), CODES[given].dtype)
         scales = np.zeros((*self.devices.shape, layout.coded_size // BLOCK), F32)
         floats = np.zeros((*self.devices.shape, layout.uncoded_size), F32)
-        for bucket, elements in self._pairs(layout):
+        for bucket, elements in pairs:
             moment, start = getattr(elements, name), bucket.moment_offset
             if bucket.is_coded:
                 _write(codes, start, moment.codes)
@@ -363,10 +361,6 @@ class Interpreter(Training):
             else:
                 _write(floats, start, moment)
         return [codes, scales, floats]
-
-    def _pairs(self, layout):
-        pairs = zip(self.schedule.layout.buckets, self.buckets, strict=True)
-        return [(bucket, elements) for bucket, elements in pairs if bucket in layout.buckets]
 
 
 def _write(flat, start, x):
