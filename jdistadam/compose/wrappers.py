@@ -1,7 +1,7 @@
 """optax's ``MultiSteps`` and ``apply_if_finite`` with the fused step.
 
-optax's wrappers compute an update in every call and select between it and nothing. Here the kernel
-gets a flag: if it is set, the kernel reads and writes no leaf.
+``optax.MultiSteps`` computes an update in every call and selects between it and zeros. Here the
+kernel gets a flag: if it is set, the kernel changes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from optax import MultiSteps as optax_MultiSteps  # also if a user replaces them
 from optax import apply_if_finite as optax_apply_if_finite
 
 from jdistadam.core import trees
+from jdistadam.core.arguments import check_count
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in.transformation import (
     FullResult,
@@ -39,8 +40,11 @@ class MultiSteps(FusedTransformation):
     that only accumulates reads and writes 20 bytes per float32 parameter; optax's ``update``
     computes the whole step in each call, and then selects.
 
-    Transformations before the optimizer in a chain run in every call, as in optax. In a step of
-    your own that accumulates within one jitted function, nothing of this is needed.
+    Transformations before the optimizer in a chain run in every call, and replicated params of a
+    sharded state are gathered in every call, as with optax. After a step :math:`a` is zero, also if
+    it was not finite; ``update``, which is optax's, multiplies it by zero, so that NaN stays. Under
+    ``jax.vmap`` the counts of the state must not be batched; ``update`` takes any. To save in each
+    call, pass ``jda.save`` a step: the optimizer's count stands still while gradients accumulate.
 
     Args:
       opt: ``fused_adamw``, ``fused_adam``, or a ``chain`` or ``inject_hyperparams`` of them.
@@ -53,6 +57,7 @@ class MultiSteps(FusedTransformation):
 
     Raises:
       PolicyError: ``opt`` has no fused step.
+      HyperparameterError: ``every_k_schedule`` is neither a number of 1 or more nor a function.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -78,6 +83,8 @@ class MultiSteps(FusedTransformation):
     ) -> MultiSteps:
         """Wraps an optimizer."""
         inner = full_step_of(opt, "MultiSteps")
+        if not callable(every_k_schedule) and not isinstance(every_k_schedule, jax.Array):
+            check_count("every_k_schedule", every_k_schedule)
         how = (use_grad_mean, should_skip_update_fn, accumulator_dtype)
         theirs = optax_MultiSteps(opt, every_k_schedule, *how)
         schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
@@ -101,13 +108,8 @@ class MultiSteps(FusedTransformation):
             n, k = state.mini_step, schedule(state.gradient_step)
             is_last = n == k - 1
 
-            def added(grad: Any, acc: Any) -> Any:
-                new = acc + (grad - acc) / (n + 1) if use_grad_mean else grad + acc
-                return new.astype(acc.dtype)
-
-            sums = trees.keep_if(
-                ignored, state.acc_grads, jax.tree.map(added, grads, state.acc_grads)
-            )
+            sums = _added(state.acc_grads, grads, n if use_grad_mean else None)
+            sums = trees.keep_if(ignored, state.acc_grads, sums)
             emits = is_last if ignored is None else is_last & ~ignored
             result = inner(
                 jax.tree.map(lambda x, grad: x.astype(grad.dtype), sums, grads),
@@ -136,7 +138,7 @@ class MultiSteps(FusedTransformation):
         return self
 
     def has_updated(self, state: optax.MultiStepsState) -> Any:
-        """Tells whether the last call stepped.
+        """Tells whether the last call stepped, unless it was ignored.
 
         Args:
           state: The state after it.
@@ -145,6 +147,10 @@ class MultiSteps(FusedTransformation):
           A bool on the device.
         """
         return (state.mini_step == 0) & (state.gradient_step > 0)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Raises TypeError: its functions cannot be pickled, as those of other wrappers."""
+        raise TypeError("MultiSteps: cannot be pickled; make it anew.")
 
     def gradient_transformation(self) -> MultiSteps:
         """Does nothing: unlike optax's, this is a transformation.
@@ -165,10 +171,12 @@ def apply_if_finite(
       max_consecutive_errors: After so many skipped steps in a row, non-finite gradients are used.
 
     Returns:
-      A ``FusedTransformation`` with optax's state.
+      A ``FusedTransformation`` with optax's state. Its ``step`` takes 16-bit gradients of any
+      parameters; its ``update`` is optax's, for gradients of the updates' dtype.
 
     Raises:
       PolicyError: ``inner`` has no fused step.
+      HyperparameterError: ``max_consecutive_errors`` is no number of 0 or more.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -179,6 +187,7 @@ def apply_if_finite(
       (1.0, 1)
     """
     step = full_step_of(inner, "apply_if_finite")
+    check_count("max_consecutive_errors", max_consecutive_errors, least=0)
     theirs = optax_apply_if_finite(inner, max_consecutive_errors)
 
     def full_step(
@@ -217,6 +226,15 @@ def apply_if_finite(
     tx = FusedTransformation(theirs.init, theirs.update, _step_of(full_step))
     tx.full_step = full_step
     return tx
+
+
+def _added(acc: Grads, grads: Grads, n: Any) -> Any:
+    """The mean of ``n`` gradients and one more, in optax's formula; or without n the sum."""
+
+    def one(a: Any, g: Any) -> Any:
+        return (g + a if n is None else a + (g - a) / (n + 1)).astype(a.dtype)
+
+    return jax.tree.map(one, acc, grads)
 
 
 def _step_of(full_step: FullStep) -> Any:

@@ -99,10 +99,10 @@ def out_of_range(name: str, value: Any, expected: str) -> HyperparameterError:
     )
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises HyperparameterError unless ``value`` is an integer of at least 1."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise out_of_range(name, value, "a whole number of at least 1")
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises HyperparameterError unless ``value`` is an integer of at least ``least``."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise out_of_range(name, value, f"a whole number of at least {least}")
 
 
 def is_real(value: Any) -> bool:

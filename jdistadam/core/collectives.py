@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
@@ -46,6 +46,14 @@ def vary_together(tree: Any) -> Any:
     """
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
     return jax.tree.map(lambda x: to_varying(x, tuple(sorted(axes))), tree) if axes else tree
+
+
+def no_mesh() -> Any:
+    """A context for code of one device in a partition rule, where new arrays have no sharding.
+
+    On Explicit axes JAX would otherwise ask how they are sharded, too late.
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def unbound(axes: Axes) -> Axes:

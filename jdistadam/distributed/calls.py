@@ -2,7 +2,7 @@
 
 A call steps *pieces*: buckets, or parts of one. What decides the calls:
 
-- A call has buckets of one mix of dtypes, whose arrays are in one memory.
+- A call has buckets of one mix of dtypes.
 - [Note: gathers beside updates] It has no more buckets than those whose new parameters XLA sends in
   one merged all-gather. The gather of one call then runs beside the next call. The call after that
   waits for it: otherwise XLA starts all gathers when the last call has ended.
@@ -25,7 +25,7 @@ from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.schedule import MERGED_BYTES, Schedule
 
 WINDOW = 1 << 24
-"""Maximum number of state elements in a window, unless a packed bucket has more."""
+"""Maximum number of state elements in a window, unless a bucket that is not split has more."""
 
 
 @dataclasses.dataclass(frozen=True)

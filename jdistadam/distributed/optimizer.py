@@ -280,8 +280,11 @@ def _algorithm_of(tx: Any) -> Algorithm | None:
     elif isinstance(tx, FusedTransformation):
         if tx.algorithm is not None or tx.distributed_by is not None:
             return tx.algorithm
-        what = "not an optimizer by itself, but a chain"
-        action = "Put the chain around: jda.chain(before, jda.distributed(fused_adamw(...), ...))."
+        what = "not an optimizer by itself, but a chain or a wrapper"
+        action = (
+            "Put the chain around: jda.chain(before, jda.distributed(fused_adamw(...), ...)). "
+            "For MultiSteps pass train_step accumulate_steps, for apply_if_finite loss_scale=1.0."
+        )
     elif isinstance(tx, optax.GradientTransformation):
         what = "an optimizer of optax, which knows of no shards"
         action = "Use fused_adamw in place of optax.adamw, and fused_adam in place of optax.adam."

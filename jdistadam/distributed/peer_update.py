@@ -87,7 +87,8 @@ def update_over_peers(
     if of_sums is not None:
         known = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
         verdict = verdict.with_norm(*known)
-    return ShardUpdate(FlatState(*flat_arrays), params, params), verdict
+    # No shards: peer memory needs float32 main parameters, which the state has.
+    return ShardUpdate(FlatState(*flat_arrays), (), params), verdict
 
 
 def _send_ahead(

@@ -166,7 +166,7 @@ def scaling_of(config: DistributedConfig, state: Any) -> LossScaleState | None:
 def grad_norm_local(
     config: DistributedConfig, schedule: Schedule, grads: Grads, scaling: LossScaleState | None
 ) -> jax.Array:
-    """The global norm of the mean gradient, reduced as a step reduces it."""
+    """The global norm of the mean gradient, reduced as a step over XLA reduces it."""
     check_inside(config.parallel, "grad_norm")
     summed = summed_gradients(config, schedule, grads)
     return norm_and_finite(config, schedule.layout, summed, scaling)[0]

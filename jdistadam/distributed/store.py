@@ -1,4 +1,4 @@
-"""The flat arrays of one device while a step is traced: the only place that knows where they are.
+"""The flat arrays of one device while kernels are called; only this place knows where they are.
 
 A kernel call takes arrays in place, as whole flat arrays: slicing them in XLA would copy the state.
 If some are in host memory, it takes windows of these that have arrived on the device; the store

@@ -42,14 +42,14 @@ class ShardUpdate(NamedTuple):
       shards: New parameters of each bucket, for this device's part of the state; not read if
         ``flat`` has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
-      squares: The buckets of each kernel call, and sums of squares of their leaves; () without
+      squares: The buckets of each kernel call, and sums of squares of their leaves; None without
         norms.
     """
 
     flat: FlatState
     shards: Sequence[jax.Array]
     gathered: Sequence[jax.Array]
-    squares: Sequence[tuple[Sequence[Bucket], jax.Array]] = ()
+    squares: Sequence[tuple[Sequence[Bucket], Any]] = ()
 
 
 def update_shards(
@@ -78,7 +78,7 @@ def update_shards(
     calls = make_calls(config, schedule, [x.dtype for x in grads])
     store = Store(config, state, calls, grads)
     parts: list[dict[int, jax.Array]] = [{} for _ in buckets]
-    shards, gathered, squares = [list[Any]([None] * len(buckets)) for _ in range(3)]
+    shards, gathered = [list[Any]([None] * len(buckets)) for _ in range(2)]
     squares = []
     for call in calls:
         arrived = store.wait_for([gathered[i] for i in call.waits_for])

@@ -2,7 +2,7 @@
 
 A step is skipped for a non-finite gradient, with a loss scale; for its norm, with a guard; for a
 total weight of zero. A step with a state of another layout is never skipped: its norm and its
-coefficients are NaN, and so are all results.
+coefficients are NaN, and so are new parameters, main parameters and moments.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
         return cls(norm, found_inf, grads.is_empty, is_other_layout, is_skipped, scalars)
 
     def with_norm(self, norm: jax.Array, found_inf: jax.Array) -> Verdict:
-        """Returns it with a norm that became known with the update, on which it does not depend."""
+        """Returns it with what became known with the update, on which it does not depend."""
         return self._replace(
             norm=jnp.where(self.is_other_layout, jnp.nan, norm), found_inf=found_inf
         )

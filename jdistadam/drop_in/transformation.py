@@ -57,8 +57,7 @@ class FullStep(Protocol):
           state: The state.
           params: The params.
           extra_args: Those of the transformations in a chain.
-          is_skipped: Whether to change nothing, a bool on the device. The kernel then reads and
-            writes no leaf. None: to step.
+          is_skipped: Whether to change nothing, a bool on the device. None: to step.
           norms: Whether to return norms.
         """
 
@@ -151,8 +150,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           "grad_norm", "param_norm" and "update_norm".
 
         Raises:
-          PolicyError: Under ``jax.vmap``, in differentiation, or for a distributed optimizer, which
-            has the argument ``norms``.
+          PolicyError: Under ``jax.vmap`` or in differentiation; if functions were replaced; if a
+            transformation follows the optimizer in a chain.
 
         Example:
           >>> import jax.numpy as jnp, jdistadam as jda
@@ -203,9 +202,12 @@ def full_step_of(tx: Any, function: str) -> FullStep:
         return tx.full_step
     got = type(tx).__name__
     cure = "Write jda.chain in place of optax.chain; wrap other optimizers with those of optax."
-    if isinstance(tx, FusedTransformation):
-        got += ", with functions that were replaced" if tx.full_step is not None else ""
+    if isinstance(tx, FusedTransformation) and tx.full_step is not None:
+        got += ", with functions that were replaced"
         cure = "Wrap the optimizer before its functions are replaced."
+    elif isinstance(tx, FusedTransformation):
+        got += ", such as a chain in which another transformation follows the optimizer"
+        cure = "Move it before the optimizer."
     if hasattr(tx, "config"):
         cure = (
             "A distributed optimizer has norms=, loss_scale= and norm_guard=, and train_step has "
@@ -213,7 +215,8 @@ def full_step_of(tx: Any, function: str) -> FullStep:
         )
     raise PolicyError(
         f"{function}: needs an optimizer with a fused step: got {got}, expected what "
-        f"jda.fused_adamw, jda.chain or jda.inject_hyperparams returns. {cure}"
+        "jda.fused_adamw, jda.chain, inject_hyperparams, MultiSteps or apply_if_finite returns. "
+        f"{cure}"
     )
 
 

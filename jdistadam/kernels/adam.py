@@ -118,7 +118,7 @@ def keeping_main_params(
       kind: How they are kept.
       spec: The call without main parameters.
       operands: The operands without main parameters.
-      main: The stored arrays, one for each leaf or a flat one; not used under NONE.
+      main: The stored arrays, one for each leaf or a flat one; not used under NOTHING.
       param_dtype: Dtype of the params.
       is_flat: Whether ``main`` is flat.
     """

@@ -8,6 +8,7 @@ sharding of the gradients. Inside ``jax.shard_map`` or on one device the kernel 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -115,12 +116,13 @@ def _partitioned(spec: Spec, ranks: tuple[int, ...], member_dims: int, with_squa
         def lower_fn(placed: Any, scalars: Scalars, operands: Operands) -> Results:
             del placed
             moved = Operands(*map(functools.partial(_along, mesh), inward, operands))
-            parts = [_of_some(spec, scalars, moved, leaves, with_squares) for leaves in calls]
+            with collectives.no_mesh() if with_squares else contextlib.nullcontext():
+                parts = [_of_some(spec, scalars, moved, leaves, with_squares) for leaves in calls]
+                squares = None
+                if with_squares:
+                    here = jnp.concatenate([x.squares for x in parts])
+                    squares = squares_of_all(mesh, here, cut)
             results = [itertools.chain(*(x[i] for x in parts)) for i in range(len(_MADE))]
-            squares = None
-            if with_squares:
-                here = jnp.concatenate([x.squares for x in parts])
-                squares = squares_of_all(mesh, here, cut)
             placed_results = map(functools.partial(_along, mesh), outward, results)
             return Results(*placed_results)._replace(squares=squares)
 

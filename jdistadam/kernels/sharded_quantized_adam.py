@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives
@@ -237,14 +237,13 @@ def _partitioned(spec: QuantizedSpec, kinds: _Kinds, with_squares: bool) -> Any:
         def lower_fn(placed: Any, scalars: Scalars, rounded: Rounding, operands: Operands) -> Any:
             here = placed[-1]
             if any(axes):
-                # On Explicit axes JAX would ask how new arrays are sharded, too late here.
-                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                with collectives.no_mesh():
                     mine = [collectives.axis_index(x) if x else np.int32(0) for x in axes]
                     here = LeafPositions.of_parts(jnp.stack(mine))
-            made = call(scalars, rounded, here, operands)
             if not with_squares:
-                return made
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return call(scalars, rounded, here, operands)
+            with collectives.no_mesh():
+                made = call(scalars, rounded, here, operands)
                 squares = sharded_adam.squares_of_all(mesh, made.squares, list(map(set, axes)))
             return made._replace(squares=squares)
 

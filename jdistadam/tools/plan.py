@@ -138,7 +138,7 @@ def _plan_of_one_program(params: Params, tx: FusedTransformation) -> Plan:
     """What ``fused_adamw`` holds, in whole arrays; how they are sharded is the program's."""
     held = {"params": _nbytes(params)}
     for leaf in parts.leaves_of("opt_state", jax.eval_shape(tx.init, params)):
-        name = leaf.section or "scalars"
+        name = leaf.section or ("others" if math.prod(leaf.value.shape) > 1 else "scalars")
         held[name] = held.get(name, 0) + _nbytes(leaf.value)
     communication = Communication("xla", "of the program around it")
     return Plan(held, sums=0, buffers={}, collectives=(), communication=communication)

@@ -264,13 +264,45 @@ def test_optimizers_without_a_fused_step_raise(cpu_mesh):
     replaced = jda.fused_adamw(1e-3)._replace(step=lambda g, s, p: (p, s))
     for tx, said in (
         (optax.adamw(1e-3), "Write jda.chain"),
-        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "Wrap"),
+        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "Move it before"),
         (replaced, "functions that were replaced"),
         (distributed, "accumulate_steps="),
     ):
         for wrap in (jda.MultiSteps, jda.apply_if_finite):
             with pytest.raises(jda.PolicyError, match=said):
                 wrap(tx, 2)
+            with pytest.raises(jda.PolicyError, match="accumulate_steps, for apply_if_finite"):
+                jda.distributed(wrap(jda.fused_adamw(1e-3), 2), mesh=cpu_mesh(2))
+
+
+@pytest.mark.parametrize("given", [0, -1, 2.5, "2", None, True])
+def test_wrong_numbers_raise(given):
+    tx = jda.fused_adamw(1e-3)
+    with pytest.raises(jda.HyperparameterError, match=r"^every_k_schedule"):
+        jda.MultiSteps(tx, given)
+    if given != 0:
+        with pytest.raises(jda.HyperparameterError, match=r"^max_consecutive_errors"):
+            jda.apply_if_finite(tx, given)
+
+
+def test_every_k_may_be_an_array():
+    params = {"w": jnp.ones(3)}
+    states = []
+    for k in (2, jnp.int32(2)):
+        tx = jda.MultiSteps(jda.fused_adamw(1e-3), k)
+        states.append(tx.step(params, tx.init(params), params))
+    assert_trees_same_bits(*states)
+
+
+def test_a_mean_that_is_not_finite_is_forgotten_after_the_step():
+    """optax multiplies it by zero, and it stays."""
+    tx = jda.MultiSteps(jda.apply_if_finite(jda.fused_adamw(1e-2), 5), 2)
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    for grad in (jnp.nan, 1.0, 1.0, 1.0):
+        params, state = tx.step({"w": jnp.full(3, grad)}, state, params)
+    assert int(state.inner_opt_state.total_notfinite) == 1
+    assert int(state.inner_opt_state.inner_state[0].count) == 1
 
 
 def test_states_of_other_optimizers_raise():

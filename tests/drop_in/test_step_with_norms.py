@@ -1,5 +1,7 @@
 """``tx.step_with_norms``: the step's bits, and norms of gradients, parameters and updates."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +79,7 @@ def test_norms_equal_those_of_float64_and_the_step_its_own_bits(case):
         np.testing.assert_allclose(norms["update_norm"], updates, rtol=bound, atol=2 * rounding)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", [False, True, "under set_mesh"])
 @pytest.mark.parametrize("case", ["float32", "main parameters", "codes"])
 @pytest.mark.parametrize("spec", ["replicated", "sharded", "two axes"])
 def test_norms_of_a_sharded_state_count_every_element_once(case, spec, explicit):
@@ -103,7 +105,9 @@ def test_norms_of_a_sharded_state_count_every_element_once(case, spec, explicit)
     else:
         shardings = jax.tree.map(lambda _: replicated, state)
     state = jax.device_put(state, shardings)
-    new_params, new_state, norms = jax.jit(tx.step_with_norms)(grads, state, params)
+    under = jax.set_mesh(mesh) if explicit == "under set_mesh" else contextlib.nullcontext()
+    with under:
+        new_params, new_state, norms = jax.jit(tx.step_with_norms)(grads, state, params)
     assert_trees_same_bits((new_params, new_state), (want_params, want_state))
     for name, x in norms.items():
         np.testing.assert_allclose(x, want[name], rtol=41 * 2.0**-24)
