@@ -167,7 +167,7 @@ def test_the_package_never_imports_its_experiments():
 
 
 MOST_LINES = 60
-LONGER = {"distributed": 86, "update_shards": 66}  # and how long they may be
+LONGER = {"distributed": 85}  # and how long they may be
 
 
 def lines_of_code(path):
@@ -199,18 +199,18 @@ def test_functions_have_at_most_60_lines():
 
 MOST_IMPORTS = 25
 MORE = {  # where parts meet, and how many names of the package they may import
-    "__init__.py": 80,
-    "checkpoint/contents.py": 28,
-    "distributed/checks.py": 34,
-    "distributed/config.py": 27,
-    "distributed/optimizer.py": 43,
-    "distributed/step.py": 37,
+    "__init__.py": 71,
+    "checkpoint/contents.py": 27,
+    "distributed/checks.py": 33,
+    "distributed/config.py": 26,
+    "distributed/optimizer.py": 41,
+    "distributed/step.py": 34,
     "distributed/update.py": 29,
     "drop_in/step.py": 37,
     "interop/convert.py": 27,
-    "tools/plan.py": 27,
+    "tools/plan.py": 26,
     "training/eval_step.py": 32,
-    "training/optax_state.py": 35,
+    "training/optax_state.py": 34,
     "training/train_state.py": 30,
     "training/train_step.py": 34,
 }
