@@ -93,9 +93,10 @@ def step_local(
     layout = schedule.layout
     check_step(config, layout, state)
     leaves: list[Any] = jax.tree.leaves(params)
-    over_peers = config.communication.is_peer and bool(schedule.buckets)
-    update = update_over_peers if over_peers else _step_over_xla
-    done, verdict = update(config, schedule, grads, state, leaves)
+    if config.communication.is_peer and schedule.buckets:
+        done, verdict = update_over_peers(config, schedule, grads, state, leaves)
+    else:
+        done, verdict = _step_over_xla(config, schedule, grads, state, leaves)
     new = leaves_of_buckets(layout, done.gathered)
     if config.policy.param_comm_dtype is not None:
         # Rounding for sending would change params that a skipped step must leave unchanged.
