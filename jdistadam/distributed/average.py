@@ -138,34 +138,34 @@ def _next_in_windows(
     after: Sequence[Any],
 ) -> Any:
     """``next_ema`` for an average in host memory: [Note: windows] in host_memory.py."""
-    parts = calls.parts(layout, splits=True)
-    mains = [main if x.layout.main_size else None for x in parts]
+    windows = calls.windows(layout, splits=True)
+    moves_main = main is not None and "main_params" in config.on_host
     arrays, lines = [], []
-    for part, of_part in zip(parts, mains, strict=True):
-        moves_main = of_part is not None and "main_params" in config.on_host
-        arrays.append({"ema": old} | ({"main": of_part} if moves_main else {}))
-        lines.append({k: host_memory.lines(x, part.buckets) for k, x in arrays[-1].items()})
+    for window in windows:
+        has_main = moves_main and window.layout.main_size
+        arrays.append({"ema": old} | ({"main": main} if has_main else {}))
+        lines.append({k: host_memory.lines(x, window.buckets) for k, x in arrays[-1].items()})
     stream = host_memory.Stream(arrays, lines, [*shards[:1], *after], config.state_buffer_bytes)
-    for part, of_part in zip(parts, mains, strict=True):
-        window = stream.take()
-        if of_part is not None:
-            has_main = "main" in window
-            of_part = window["main"] if has_main else host_memory.cut(main, part.buckets)
-        of_shards = [piece.of(shards[piece.bucket_index]) for piece in part.pieces]
-        new = _moved(config, part.layout, window["ema"], of_shards, of_part, is_skipped)
+    for window in windows:
+        taken = stream.take()
+        kept = taken.get("main")
+        if kept is None and main is not None and window.layout.main_size:
+            kept = host_memory.cut(main, window.buckets)
+        of_shards = [piece.of(shards[piece.bucket_index]) for piece in window.pieces]
+        new = _moved(config, window.layout, taken["ema"], of_shards, kept, is_skipped)
         stream.put({"ema": new})
-    return stream.whole(0)["ema"] if parts else old
+    return stream.whole(0)["ema"] if windows else old
 
 
 def _new_in_windows(
     config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
 ) -> Any:
     """``new_ema`` written into a flat array on the host."""
-    for part in calls.parts(layout, splits=False):
-        has_main = main is not None and part.layout.main_size
-        of_part = host_memory.cut(main, part.buckets) if has_main else None
-        new = new_ema(config, part.layout, params, of_part)
-        flat = host_memory.put(flat, new, part.buckets)
+    for window in calls.windows(layout, splits=False):
+        has_main = main is not None and window.layout.main_size
+        kept = host_memory.cut(main, window.buckets) if has_main else None
+        new = new_ema(config, window.layout, params, kept)
+        flat = host_memory.put(flat, new, window.buckets)
     return flat
 
 

@@ -69,7 +69,7 @@ def make_calls(
         is_on_host = bool(config.arrays_on_host(layout.buckets[indices[0]]))
         if is_on_host or config.updates_early:
             splits = is_on_host and config.norms is None  # whose sums are of the whole shard
-            in_windows += windows(layout, indices, splits=splits)
+            in_windows += _in_windows(layout, indices, splits=splits)
         else:
             groups = [indices] if config.steps_in_windows else _merged(schedule, indices)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
@@ -114,7 +114,7 @@ def _as_gradients_come(windows: Sequence[list[Piece]], order: Sequence[int]) -> 
     return sorted(windows, key=last)
 
 
-def windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
+def _in_windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
     """Splits buckets, in order, into windows that do not overlap.
 
     Either all buckets of a window have main parameters, or none.
@@ -162,7 +162,7 @@ def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
     return found
 
 
-class Part(NamedTuple):
+class Window(NamedTuple):
     """A window: its pieces, with positions in the flat arrays, and a layout of its own."""
 
     pieces: list[Piece]
@@ -174,12 +174,14 @@ class Part(NamedTuple):
         return [piece.bucket for piece in self.pieces]
 
 
-def parts(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Part]:
-    """The windows of all buckets of a layout, those of each kind apart; see ``windows``."""
+def windows(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Window]:
+    """The windows of all buckets of a layout, those of each kind apart; see ``_in_windows``."""
     found, of_kind = [], dict[Any, list[int]]()
     for i in range(len(layout.buckets)):
         of_kind.setdefault(kinds and kinds[i], []).append(i)
-    for pieces in itertools.chain(*(windows(layout, x, splits=splits) for x in of_kind.values())):
+    for pieces in itertools.chain(
+        *(_in_windows(layout, x, splits=splits) for x in of_kind.values())
+    ):
         buckets = [piece.bucket for piece in pieces]
         own = dataclasses.replace(
             layout,
@@ -187,7 +189,7 @@ def parts(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -
             flat_size=_size(buckets),
             main_size=_size(buckets) if buckets[0].has_main else 0,
         )
-        found.append(Part(pieces, own))
+        found.append(Window(pieces, own))
     return found
 
 

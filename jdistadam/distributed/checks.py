@@ -72,7 +72,7 @@ def check_ema_decay(value: Any) -> None:
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
 
 
-def arrays_on_host(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, ...]:
+def parse_state_memory(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, ...]:
     """The flat arrays that ``state_memory`` puts on the host, in the order of ``FLAT_ARRAYS``.
 
     Args:

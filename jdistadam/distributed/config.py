@@ -61,7 +61,12 @@ class DistributedConfig:
     @property
     def steps_in_windows(self) -> bool:
         """Whether a step may update windows of the state: calls.py."""
-        return self.updates_early or any(name != "ema" for name in self.on_host)
+        return self.updates_early or self.steps_on_host
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether arrays that a kernel steps are in host memory: all but the average."""
+        return any(name != "ema" for name in self.on_host)
 
     def arrays_on_host(self, bucket: Bucket) -> tuple[str, ...]:
         """Returns the arrays of a bucket that a step updates, and that are in host memory."""
@@ -81,9 +86,8 @@ class DistributedConfig:
     @property
     def updates_early(self) -> bool:
         """Whether ``train_step`` updates windows of the state during the backward pass."""
-        is_wanted = self.early_updates
-        if is_wanted is None:
-            is_wanted = any(name != "ema" for name in self.on_host)
+        given = self.early_updates
+        is_wanted = self.steps_on_host if given is None else given
         return is_wanted and not self.takes_norm_first
 
     @property

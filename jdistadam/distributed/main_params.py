@@ -86,7 +86,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     """Main parameters of global arrays in host memory, made there window by window."""
 
     def local(tree: Params, flat: jax.Array) -> jax.Array:
-        for part in calls.parts(layout, splits=False):
+        for part in calls.windows(layout, splits=False):
             if part.layout.main_size:
                 new = main_shard(config, part.layout, jax.tree.leaves(tree))
                 flat = host_memory.put(flat, new, part.buckets)

@@ -30,11 +30,11 @@ from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import bucket_leaves, model_axes
 from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.checks import (
-    arrays_on_host,
     check_arguments,
     check_early_updates,
     check_ema_decay,
     check_predicate,
+    parse_state_memory,
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
@@ -232,7 +232,7 @@ def distributed(
     check_norm_guard(norm_guard)
     check_norms(norms)
     check_early_updates(early_updates, max_grad_norm, loss_scale, norm_guard, parallel.tensor_axes)
-    on_host = arrays_on_host(
+    on_host = parse_state_memory(
         state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
     )
     config = DistributedConfig(

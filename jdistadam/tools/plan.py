@@ -186,13 +186,13 @@ def _windows(config: DistributedConfig, layout: Layout) -> int:
         main = NOTHING
     kinds = [(x.dtype, x.has_main, x.is_coded) for x in layout.buckets]
     of_step, of_average = list[int](), list[int]()
-    for part in calls.parts(layout, splits=config.norms is None, kinds=kinds):
+    for part in calls.windows(layout, splits=config.norms is None, kinds=kinds):
         codecs = [storage.codec_of(name) for name in ("mu", "nu") if name in config.on_host]
         used = [x if part.buckets[0].is_coded or not x.is_coded else FLOAT32 for x in codecs]
         moments = sum(x.nbytes(part.layout.flat_size) for x in used)
         of_step += [size] if (size := main.nbytes(part.layout.main_size) + moments) else []
     if "ema" in config.on_host:
-        parts = calls.parts(layout, splits=True)
+        parts = calls.windows(layout, splits=True)
         of_average = [main.nbytes(x.layout.main_size) + 4 * x.layout.flat_size for x in parts]
     most = config.state_buffer_bytes
     return max(host_memory.bytes_at_once(sizes, most) for sizes in (of_step, of_average))

@@ -290,7 +290,7 @@ def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
     three, name = planned.buffers["windows of the state"], "windows of the state"
     for times, windows in (
         (2, 6),
-        (1000, len(calls.parts(tx.layout(state.params), splits=True))),
+        (1000, len(calls.windows(tx.layout(state.params), splits=True))),
     ):
         larger = over(2, "8 bits", "pinned_host", state_buffer_bytes=times * three)
         assert 3 * jda.plan(state.params, larger).buffers[name] == windows * three

@@ -19,7 +19,6 @@ from jax import lax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jdistadam as jda  # noqa: E402
-from support.optimizers import distributed_adamw  # noqa: E402
 
 N = 8
 MANY = sys.argv[1] == "many"  # steps
@@ -45,7 +44,9 @@ def make(means, axis_type=None, **kwargs):
     mesh = jax.make_mesh((N,), ("data",), axis_types=types)
     kwargs = dict(learning_rate=3e-3, b1=0.87, weight_decay=0.13) | kwargs
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
-    tx = distributed_adamw(**kwargs, mesh=mesh, policy=policy, communication=means)
+    options = {name: kwargs.pop(name) for name in ("max_grad_norm", "loss_scale") if name in kwargs}
+    options |= dict(mesh=mesh, policy=policy, communication=means)
+    tx = jda.distributed(jda.fused_adamw(**kwargs), **options)
     return tx, jda.TrainState.create(params_of(), tx, param_dtypes="bfloat16")
 
 

@@ -207,7 +207,7 @@ def test_optimizers_without_step_warn_and_update(wrap):
     """As Flax's own classes do; with MultiSteps they said that there is no attribute 'step'."""
     tx = WITHOUT_STEP[wrap](jda.fused_adamw(1e-3))
     params = {"w": jnp.ones(3)}
-    with pytest.warns(UserWarning, match="^tx: has no fused step.* in place of optax.chain"):
+    with pytest.warns(UserWarning, match=r"^tx: has no fused step.* in place of those of optax"):
         got = jda.flax.TrainState.create(apply_fn=None, params=params, tx=tx).apply_gradients(
             grads=params
         )
