@@ -33,7 +33,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``update.py``             One kernel call after another, and gathers of new parameters.
 ``peer_update.py``        Sum, update and gathers over peer memory, in one or two kernels.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
-``average.py``            Their moving average.
+``average.py``            The moving average of the exact parameters.
 ``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.

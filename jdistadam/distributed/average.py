@@ -189,7 +189,7 @@ def _exact_values(
 def averaged_leaves(
     parallel: DataParallel, layout: Layout, params: Sequence[Any], ema: jax.Array
 ) -> list[jax.Array]:
-    """The average of every leaf in float32, in the form of this device's params; else params.
+    """The average of every leaf in float32, in the form of this device's params; frozen ones as is.
 
     Inside of ``jax.shard_map``.
     """

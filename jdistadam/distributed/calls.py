@@ -163,7 +163,10 @@ def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
 
 
 class Window(NamedTuple):
-    """A window: its pieces, with positions in the flat arrays, and a layout of its own."""
+    """A window: pieces with positions in the flat arrays, and a layout with those in the window.
+
+    Of the sizes of its layout only ``flat_size`` and ``main_size`` are its own.
+    """
 
     pieces: list[Piece]
     layout: Layout
@@ -175,7 +178,10 @@ class Window(NamedTuple):
 
 
 def windows(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Window]:
-    """The windows of all buckets of a layout, those of each kind apart; see ``_in_windows``."""
+    """The windows of all buckets of a layout, those of each kind apart.
+
+    For what is done outside of kernel calls, and for ``plan``.
+    """
     found, of_kind = [], dict[Any, list[int]]()
     for i in range(len(layout.buckets)):
         of_kind.setdefault(kinds and kinds[i], []).append(i)

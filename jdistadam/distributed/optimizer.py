@@ -150,8 +150,7 @@ def distributed(
         first dimension is the layers. Shards of these leaves are cut within a layer. The model
         calls ``gather_params`` in its scan: under "optim_grads_params" with
         ``reshard_after_forward``, ``train_step`` leaves these leaves sharded; otherwise layers are
-        already whole. If the strategy shards gradients, theirs are reduced layer by layer in the
-        backward pass.
+        already whole.
       gathered_in_model: For models that do not scan: a predicate on the path of a leaf, such as
         ``lambda path: "block" in path``, that selects parameters that the model gathers itself
         before it uses them. Under "optim_grads_params" with ``reshard_after_forward``,

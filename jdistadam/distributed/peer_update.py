@@ -15,9 +15,9 @@ gradients may exist before the program starts, so the kernel reads them in place
 
 Among four or eight devices each also copies its own shard, 1 / N of the gradients, so that the sent
 gradients are freed before the kernel: 2 P bytes of them instead of 2 P (N - 1) / N + 2 P, for P
-bfloat16 gradients. Two devices would copy half of the gradients to free the
-other half. At the rate of the copies above that takes 0.9 ms of the 1.2 ms that sending ahead saves
-there, so two devices keep whole gradients.
+bfloat16 gradients. Two devices would copy half of the gradients to free the other half. For 1.31e9
+parameters that takes 0.9 ms of the 1.2 ms that sending ahead saves there, so two devices keep whole
+gradients.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def update_over_peers(
     local = local_grads(config, schedule, grads)
     scaling, buckets = state.scaling, schedule.layout.buckets
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
-    is_early = schedule.order is not None  # [Note: sent ahead]
-    is_sent = [is_early and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
-    flat, spec = FlatState(state.main_params, state.mu, state.nu), _spec(config, buckets, is_sent)
+    sends_ahead = schedule.order is not None  # [Note: sent ahead]
+    is_sent = [sends_ahead and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
+    flat, spec = FlatState.of(state), _spec(config, buckets, is_sent)
     arrays, received = _send_ahead(config, spec, buckets, local.arrays)
     norm, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     if config.takes_norm_first:
@@ -85,8 +85,8 @@ def update_over_peers(
         summed=config.takes_norm_first,
     )
     if of_sums is not None:
-        known = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
-        verdict = verdict.with_norm(*known)
+        norm, _ = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
+        verdict = verdict.with_norm(norm)
     # No shards: peer memory needs float32 main parameters, which the state has.
     return ShardUpdate(FlatState(*flat_arrays), (), params), verdict
 

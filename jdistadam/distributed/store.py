@@ -1,4 +1,4 @@
-"""The flat arrays of one device while kernels are called; only this place knows where they are.
+"""The flat arrays of one device while kernels step them, wherever they are between steps.
 
 A kernel call takes arrays in place, as whole flat arrays: slicing them in XLA would copy the state.
 If some are in host memory, it takes windows of these that have arrived on the device; the store
@@ -27,6 +27,11 @@ class FlatState(NamedTuple):
     mu: Any
     nu: Any
 
+    @classmethod
+    def of(cls, state: DistributedState) -> FlatState:
+        """Those of a state."""
+        return cls(state.main_params, state.mu, state.nu)
+
 
 class Taken(NamedTuple):
     """What a call takes: its arrays by name, and the starts of its buckets in each."""
@@ -42,7 +47,8 @@ class Store:
       config: The configuration.
       state: The state before the step.
       calls: All calls, in order.
-      grads: The gradient of each bucket; copies from the host start when the first one is there.
+      grads: The gradient of each bucket. Copies from the host start when the first one is there
+        of those that need them.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class Store:
         calls: Sequence[Call],
         grads: Sequence[Any],
     ) -> None:
-        self._flat, self._on_host = FlatState(state.main_params, state.mu, state.nu), config.on_host
+        self._flat, self._on_host = FlatState.of(state), config.on_host
         self._streamed = [call for call in calls if call.on_host]
         arrays, lines = [], []
         for call in self._streamed:
@@ -67,9 +73,9 @@ class Store:
     def take(self, call: Call) -> Taken:
         """Returns the arrays of a call: whole ones in place, or windows that begin with it."""
         buckets, first = call.buckets, call.buckets[0]
-        windows = within(buckets)
+        placed = within(buckets)
         offsets = {
-            name: tuple(offset_of(flat, x) for x in (windows if name in self._on_host else buckets))
+            name: tuple(offset_of(flat, x) for x in (placed if name in self._on_host else buckets))
             for name, flat in self._flat._asdict().items()
         }
         arrays = {x: operand_of(getattr(self._flat, x), first) for x in arrays_of(first)}
@@ -92,7 +98,6 @@ class Store:
         """Returns the new flat arrays, after the last call."""
         for i, call in enumerate(self._streamed):
             self._replace(call, self._stream.whole(i))
-        self._streamed = []
         return self._flat
 
     def _replace(self, call: Call, new: dict[str, Any]) -> None:

@@ -39,11 +39,11 @@ class ShardUpdate(NamedTuple):
 
     Attributes:
       flat: The new state.
-      shards: New parameters of each bucket, for this device's part of the state; not read if
-        ``flat`` has them in float32.
+      shards: New parameters of each bucket, for this device's part of the state; () over peers,
+        where ``flat`` has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
-      squares: The buckets of each kernel call, and sums of squares of their leaves; None without
-        norms.
+      squares: The buckets of each kernel call over XLA, and sums of squares of their leaves, or
+        None without norms.
     """
 
     flat: FlatState

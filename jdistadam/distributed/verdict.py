@@ -30,7 +30,7 @@ from jdistadam.kernels.adam import Scalars
 
 
 class Verdict(NamedTuple):
-    """See the module.
+    """What a step knows before it updates.
 
     Attributes:
       norm: The global norm of the mean gradient.
@@ -74,11 +74,9 @@ class Verdict(NamedTuple):
         scalars = _scalars(config, state, grads.mean_scale, norm, is_skipped, is_other_layout)
         return cls(norm, found_inf, grads.is_empty, is_other_layout, is_skipped, scalars)
 
-    def with_norm(self, norm: jax.Array, found_inf: jax.Array) -> Verdict:
-        """Returns it with what became known with the update, on which it does not depend."""
-        return self._replace(
-            norm=jnp.where(self.is_other_layout, jnp.nan, norm), found_inf=found_inf
-        )
+    def with_norm(self, norm: jax.Array) -> Verdict:
+        """Returns it with a norm that became known with the update, on which it does not depend."""
+        return self._replace(norm=jnp.where(self.is_other_layout, jnp.nan, norm))
 
     def next_scaling(
         self, config: DistributedConfig, scaling: LossScaleState | None
@@ -131,7 +129,7 @@ def _scalars(
 ) -> Scalars:
     """The scalars of the kernel calls; one factor combines loss scale, mean and clip."""
     rows = coefficient_rows(config.algorithm.groups.used, state.count)
-    inv_scale = clipped_scale(config.max_grad_norm, mean_scale, norm)
+    inv_scale = _clipped_scale(config.max_grad_norm, mean_scale, norm)
     if config.norms is not None and is_skipped is not None:
         # So that norms of leaves are finite even if the total norm is not.
         inv_scale = jnp.where(is_skipped, mean_scale, inv_scale)
@@ -141,7 +139,7 @@ def _scalars(
     return Scalars(jnp.where(is_other_layout, jnp.nan, rows), inv_scale, skip)
 
 
-def clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:
+def _clipped_scale(max_grad_norm: float | None, mean_scale: jax.Array, norm: Any) -> jax.Array:
     """The factor of every summed gradient: the mean, times the clip."""
     if max_grad_norm is None:
         return mean_scale
