@@ -346,7 +346,7 @@ ERRORS = [
     # -- distributed
     ("an optimizer of optax, distributed", lambda: jda.distributed(optax.adamw(1e-3), mesh=mesh()), jda.PolicyError, r"^distributed: an optimizer of optax, which knows of no shards: got GradientTransformationExtraArgs, .* Use fused_adamw in place of optax\.adamw"),
     ("what jda.distributed returned", lambda: jda.distributed(make_tx(), mesh=mesh()), jda.PolicyError, r"^distributed: distributed already"),
-    ("a chain inside", lambda: jda.distributed(jda.chain(optax.scale(0.5), fused()), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain: .* Put the chain around: jda\.chain\(before, jda\.distributed"),
+    ("a chain inside", lambda: jda.distributed(jda.chain(optax.scale(0.5), fused()), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain or a wrapper: .* Put the chain around: jda\.chain\(before, jda\.distributed"),
     ("an injected chain inside", lambda: jda.distributed(jda.inject_hyperparams(lambda rate: jda.chain(fused(rate)))(0.1), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain"),
     ("a replaced function", lambda: jda.distributed(fused()._replace(step=print), mesh=mesh()), jda.PolicyError, r"^distributed: an optimizer whose functions were replaced"),
     ("a function in the place of an optimizer", lambda: jda.distributed(jda.fused_adamw, mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer: got fused_adamw, .* Pass what fused_adamw\(\.\.\.\) returns"),
@@ -384,7 +384,8 @@ ERRORS = [
     ("early updates with a clip", lambda: make_tx(early_updates=True, max_grad_norm=1.0), jda.PolicyError, r"^early_updates: updates need all gradients first: got early_updates=True with max_grad_norm=1\.0, expected none of max_grad_norm, loss_scale, norm_guard and no model axes\. Leave out"),
     ("early updates with a model axis", lambda: make_tx(mesh=jax.make_mesh((2, 2), ("data", "model")), param_specs={"w": P(None, "model")}, early_updates=True), jda.PolicyError, r"^early_updates: .* with mesh axis 'model' of a model"),
     ("early updates over peer memory", lambda: make_tx(early_updates=True, communication="peer"), jda.PolicyError, r'^communication: a step over peer memory is not supported here: got early_updates, expected "optim" .* no early updates, on 2'),
-    ("an unknown memory", lambda: make_tx(state_memory="host"), jda.PolicyError, r"^state_memory: unknown: got 'host', expected 'device' or 'pinned_host', a dict or a function\. Pass for"),
+    ("a function as memory", lambda: make_tx(state_memory=lambda path: "device"), jda.PolicyError, r"^state_memory: unknown: got <function .* expected 'device' or 'pinned_host', or a dict\. Pass for"),
+    ("an unknown memory", lambda: make_tx(state_memory="host"), jda.PolicyError, r"^state_memory: unknown: got 'host', expected 'device' or 'pinned_host', or a dict\. Pass for"),
     ("an unknown memory of an array", lambda: make_tx(state_memory={"mu": "device", "nu": 3}), jda.PolicyError, r"^state_memory\['nu'\]: unknown: got 3, expected 'device' or 'pinned_host'"),
     ("the memory of no array", lambda: make_tx(state_memory={"moments": "pinned_host"}), jda.PolicyError, r"^state_memory: an array that this state does not have: got 'moments', expected 'main_params', 'mu', 'nu'\. Use one .* \"ema\" with ema_decay"),
     ("the memory of an average without one", lambda: make_tx(state_memory={"ema": "pinned_host"}), jda.PolicyError, r"got 'ema', expected 'main_params', 'mu', 'nu'\."),
