@@ -87,6 +87,7 @@ def make_calls(
 
 
 def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
+    """The same calls; the last one gathers all buckets."""
     gathers = tuple(range(num_buckets))
     return calls and [*calls[:-1], dataclasses.replace(calls[-1], gathers=gathers)]
 

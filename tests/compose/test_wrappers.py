@@ -1,6 +1,8 @@
 """jda.MultiSteps and jda.apply_if_finite: optax's wrappers, with the fused step."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +305,17 @@ def test_a_mean_that_is_not_finite_is_forgotten_after_the_step():
         params, state = tx.step({"w": jnp.full(3, grad)}, state, params)
     assert int(state.inner_opt_state.total_notfinite) == 1
     assert int(state.inner_opt_state.inner_state[0].count) == 1
+
+
+def test_a_copy_and_a_tree_map_keep_the_step_and_pickle_raises():
+    tx = jda.MultiSteps(jda.fused_adamw(1e-2), 2)
+    params = {"w": jnp.ones(3)}
+    want = tx.step(params, tx.init(params), params)
+    for other in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda f: f, tx), tx._replace()):
+        assert_trees_same_bits(other.step(params, other.init(params), params), want)
+        assert jda.apply_if_finite(other, 1).step is not None
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(tx)
 
 
 def test_states_of_other_optimizers_raise():
