@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ffi_adam.h"
+#include "ffi_copies.h"
 #include "ffi_host_copy.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
@@ -101,6 +102,58 @@ static ffi::Future RunPeer(ffi::ThreadPool&, const PeerAttributes& a, ffi::Error
   return future;
 }
 
+using CpuCopies = CopyBoard<char>;
+
+static CpuCopies& CpuBoard() {
+  static auto* board = new CpuCopies;  // outlives threads at exit
+  return *board;
+}
+
+// The last device that comes makes the copies of all.
+static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
+                              const CopyStartAttributes& a, ffi::Error error,
+                              std::vector<CopyArray> arrays, int32_t) {
+  if (error.failure()) {
+    CpuBoard().Fail(who.run, error.message());
+    return error;
+  }
+  bool is_last = false;
+  std::string why;
+  const auto job = CpuBoard().Start(who, a.gathers, {std::move(arrays), 0}, &is_last, &why);
+  if (job == nullptr) return CopiesAreLost(why);
+  for (int from = 0; is_last && from < job->count(); ++from) {
+    for (int to = 0; to < job->count(); ++to) {
+      job->ForPieces(from, to, [](const CopyPiece& piece) {
+        for (size_t r = 0; r < piece.rows; ++r)
+          std::memcpy(piece.to + r * piece.to_pitch, piece.from + r * piece.from_pitch, piece.run);
+      });
+    }
+    job->HasIssued();
+  }
+  return ffi::Error::Success();
+}
+
+// It waits in its own thread, as in RunPeer.
+static ffi::Future WaitForCopies(ffi::ThreadPool&, const CopyVisitor& who, ffi::Error error,
+                                 const char* target, std::chrono::seconds limit, int32_t) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  std::shared_ptr<CpuCopies::Job> job;
+  if (error.success() && (job = CpuBoard().Finish(who.me, target)) == nullptr)
+    error = Invalid("a wait for copies that were not started, or whose target moved");
+  if (error.success() && !job->IsIssued()) {
+    error = InThread([promise, job, run = who.run, limit]() mutable {
+      const std::string why = job->WaitUntilIssued(limit);
+      if (!why.empty()) CpuBoard().Fail(run, why);
+      Complete(std::move(promise), why.empty() ? ffi::Error::Success() : CopiesAreLost(why));
+    });
+    if (error.success()) return future;
+  }
+  if (error.failure()) CpuBoard().Fail(who.run, error.message());
+  Complete(std::move(promise), std::move(error));
+  return future;
+}
+
 extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 
 using Pool = ffi::ThreadPool;
@@ -119,6 +172,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cpu, HostCopyHandler<Pool>,
                               HostCopyBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cpu, HostCopiedHandler<Pool>,
                               HostCopiedBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyStart_cpu, CopyStartHandler<Pool>,
+                              CopyStartBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyWait_cpu, CopyWaitHandler<Pool>,
+                              CopyWaitBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,
                               PeerSumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler<Pool>,

@@ -2,7 +2,9 @@
 #include <map>
 #include <set>
 
+#include "copies_cuda.h"
 #include "ffi_adam.h"
+#include "ffi_copies.h"
 #include "ffi_host_copy.h"
 #include "ffi_norm.h"
 #include "ffi_peer_meeting.h"
@@ -84,11 +86,11 @@ cudaError_t EventsOf(int64_t site, int32_t ordinal, PeerEvents* events) {
 
 // Lets the current device access all others of a call, once. XLA's allocator does this for its own
 // memory; plain memory needs this call.
-cudaError_t ReachPeers(const PeerAttributes& a, int32_t ordinal) {
+cudaError_t ReachPeers(const ffi::Span<const int64_t>& devices, int32_t ordinal) {
   static std::mutex mutex;
   static auto* reached = new std::set<std::pair<int32_t, int64_t>>;
   const std::lock_guard<std::mutex> lock(mutex);
-  for (const int64_t peer : a.devices) {
+  for (const int64_t peer : devices) {
     if (peer == ordinal || reached->count({ordinal, peer}) > 0) continue;
     const cudaError_t error = cudaDeviceEnablePeerAccess(int(peer), 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
@@ -122,7 +124,7 @@ cudaError_t Prepare(cudaStream_t stream, const PeerAttributes& a, int32_t ordina
                     PeerEvents* events) {
   if (auto error = cudaSetDevice(ordinal); error != cudaSuccess) return error;
   if (auto error = EventsOf(a.site, ordinal, events); error != cudaSuccess) return error;
-  if (auto error = ReachPeers(a, ordinal); error != cudaSuccess) return error;
+  if (auto error = ReachPeers(a.devices, ordinal); error != cudaSuccess) return error;
   return cudaEventRecord(events->ready, stream);
 }
 
@@ -169,6 +171,59 @@ static ffi::Error RunPeer(cudaStream_t stream, const PeerAttributes& a, ffi::Err
   return LaunchError(waited);
 }
 
+static cudaError_t PrepareCopies(cudaStream_t stream, const CopyStartAttributes& a, int32_t ordinal,
+                                 CopyEvents* events) {
+  CopySender* sender = nullptr;
+  cudaError_t error = cudaSetDevice(ordinal);
+  if (error == cudaSuccess) error = ReachPeers(a.devices, ordinal);
+  if (error == cudaSuccess) error = CopySender::Of(ordinal, &sender);
+  if (error == cudaSuccess) error = events->Take(ordinal);
+  return error == cudaSuccess ? cudaEventRecord(events->ready.get(), stream) : error;
+}
+
+static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
+                              const CopyStartAttributes& a, ffi::Error error,
+                              std::vector<CopyArray> arrays, int32_t ordinal) {
+  CopyEvents events;
+  if (error.success()) error = LaunchError(PrepareCopies(stream, a, ordinal, &events));
+  if (error.failure()) {
+    CudaBoard().Fail(who.run, error.message());
+    return error;
+  }
+  bool is_last = false;
+  std::string why;
+  const CudaCopyJob job = CudaBoard().Start(
+      who, a.gathers, {std::move(arrays), std::move(events)}, &is_last, &why);
+  if (job == nullptr) return CopiesAreLost(why);
+  for (int p = 0; is_last && p < job->count(); ++p) {
+    CopySender* sender = nullptr;
+    (void)CopySender::Of(int32_t(a.devices[p]), &sender);  // made by the start of that device
+    sender->Send(job, p);
+  }
+  return ffi::Error::Success();
+}
+
+static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, ffi::Error error,
+                                const char* target, std::chrono::seconds limit, int32_t ordinal) {
+  CudaCopyJob job;
+  std::string why;
+  if (error.success() && (job = CudaBoard().Finish(who.me, target)) == nullptr)
+    error = Invalid("a wait for copies that were not started, or whose target moved");
+  if (error.success() && !(why = job->WaitUntilIssued(limit)).empty()) error = CopiesAreLost(why);
+  if (error.success()) {
+    cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
+    for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
+      status = cudaStreamWaitEvent(stream, job->posts[p].extra.sent.get(), 0);
+    error = LaunchError(status);
+  }
+  if (error.failure()) {
+    CudaBoard().Fail(who.run, error.message());
+    CopySender* sender = nullptr;  // nothing of this device may be read or written from here on
+    if (CopySender::Of(ordinal, &sender) == cudaSuccess) (void)sender->Drain();
+  }
+  return error;
+}
+
 extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
   int can = device == peer;
   if (!can && cudaDeviceCanAccessPeer(&can, device, peer) != cudaSuccess) {
@@ -200,6 +255,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cuda, HostCopyHandler<cudaStream
                               HostCopyBinding().Ctx<Stream>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cuda, HostCopiedHandler<cudaStream_t>,
                               HostCopiedBinding().Ctx<Stream>());
+// Not for CUDA graphs: copies run in streams of their own.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyStart_cuda, CopyStartHandler<cudaStream_t>,
+                              CopyStartBinding().Ctx<Stream>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyWait_cuda, CopyWaitHandler<cudaStream_t>,
+                              CopyWaitBinding().Ctx<Stream>());
 // Not for CUDA graphs: in every call these handlers wait for other devices' host threads.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cuda, PeerSumHandler<cudaStream_t>,
                               PeerSumBinding().Ctx<Stream>());

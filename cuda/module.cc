@@ -20,6 +20,8 @@ XLA_FFI_Error* JDISTADAM_HANDLER(Norm)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(Sum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(HostCopy)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(HostCopied)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(CopyStart)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(CopyWait)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(PeerStep)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
@@ -50,6 +52,10 @@ NB_MODULE(JDISTADAM_MODULE, m) {
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(HostCopy)));
     handlers["jdistadam_host_copied"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(HostCopied)));
+    handlers["jdistadam_copy_start"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(CopyStart)));
+    handlers["jdistadam_copy_wait"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(CopyWait)));
     handlers["jdistadam_peer_sum"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerSum)));
     handlers["jdistadam_peer_step"] =

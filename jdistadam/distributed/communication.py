@@ -38,12 +38,11 @@ import numpy as np
 
 from jdistadam.core import collectives
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.schedule import Phase
+from jdistadam.distributed.schedule import Collective, Phase
 from jdistadam.errors import PolicyError
-from jdistadam.kernels import multi_tensor, native
+from jdistadam.kernels import copies, multi_tensor, native
 
 _REQUESTS = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
@@ -103,7 +102,7 @@ def choose_communication(
         )
     if requested == "xla":
         return OVER_XLA
-    reasons = [*(["norms"] if has_norms else []), *_obstacles(parallel, policy, algorithm)]
+    reasons = [*_obstacles(parallel, policy)]
     if on_host:
         reasons.insert(0, f"state_memory of {', '.join(on_host)}")
     if early_updates:
@@ -129,23 +128,18 @@ def keeps_shards_alone(parallel: DataParallel) -> bool:
 
 
 def _obstacles(
-    parallel: DataParallel, policy: MixedPrecisionPolicy, algorithm: Algorithm
+    parallel: DataParallel, policy: MixedPrecisionPolicy
 ) -> Iterator[str]:
     """The rows of the module's table that do not hold."""
-    if parallel.strategy != "optim":
+    is_gathered_once = parallel.shards_params and not parallel.reshard_after_forward
+    if not (parallel.strategy == "optim" or is_gathered_once):
         yield f"sharding_strategy {parallel.strategy!r}"
     if len(parallel.mesh.axis_names) > 1:
         yield f"a mesh with axes {', '.join(parallel.mesh.axis_names)}"
-    if parallel.num_devices not in _NUM_DEVICES:
-        yield f"{parallel.num_devices} devices"
+    if parallel.num_devices == 1:
+        yield "1 device"
     if policy.grad_reduce_dtype != np.float32:
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
-    if policy.main_params != FLOAT32:
-        yield f"main_params_dtype {policy.main_params_dtype}"
-    if algorithm.storage.is_any:
-        yield " ".join(str(algorithm).split())
-    if policy.param_comm_dtype is not None:
-        yield f"param_comm_dtype {policy.param_comm_dtype}"
     devices = list(parallel.mesh.devices.flat)
     if not hasattr(devices[0], "platform"):  # numbers, from the command `plan`
         yield NO_DEVICES
@@ -243,9 +237,17 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
     shape = (*x.shape[:dim], *sizes, part, *x.shape[dim + 1 :])
     x = collectives.keep_cast(x.reshape(shape), exchanges[0].dtype)
     for position, exchange in zip(reversed(range(len(sizes))), exchanges, strict=True):
-        received = collectives.all_to_all(x, *exchange.axes, dim=dim + position)
+        received = _exchanged(exchange, x, dim + position)
         (x,) = multi_tensor.sum_contributions([received])
     return x
+
+
+def _exchanged(exchange: Collective, x: jax.Array, dim: int) -> jax.Array:
+    """Sends slice i of a dimension to device i; returns received slices in a new first one."""
+    if exchange.places:
+        flat = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+        return copies.exchange(flat, dim=dim, places=exchange.places)
+    return collectives.all_to_all(x, *exchange.axes, dim=dim)
 
 
 def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invarying") -> jax.Array:
@@ -262,5 +264,8 @@ def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invar
     whole = shard
     for gather in phase:
         whole = collectives.round_to(whole, gather.dtype)
-        whole = collectives.all_gather(whole, gather.axes, dim=dim, to=to)
+        if gather.places:
+            whole = copies.gather(whole, dim=dim, places=gather.places, to=to)
+        else:
+            whole = collectives.all_gather(whole, gather.axes, dim=dim, to=to)
     return whole.astype(shard.dtype)

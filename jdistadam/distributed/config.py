@@ -19,7 +19,7 @@ from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.guards import DynamicLossScale, NormGuard
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
-from jdistadam.distributed import mesh_axes
+from jdistadam.distributed import communication, mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layout import Bucket, Layout, Leaf, arrays_of, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -187,9 +187,9 @@ class DistributedConfig:
         treedef: Any = jax.tree.structure(whole)
         key = treedef, shapes, accumulate_steps, in_train_step
         if key not in self._schedules:
-            layout, transport = self.layout(whole), self.communication.transport
+            layout = self.layout(whole)
             schedule = make_schedule(
-                layout, self.parallel, self.policy, accumulate_steps, transport, in_train_step
+                layout, self.parallel, self.policy, accumulate_steps, self.places
             )
             self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
         return self._schedules[key]
@@ -197,6 +197,11 @@ class DistributedConfig:
     @functools.cached_property
     def _schedules(self) -> dict[Any, Schedule]:
         return {}
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Local numbers of the devices, if they copy from memory to memory."""
+        return communication.places(self.mesh) if self.communication.is_peer else ()
 
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout; states carry its digest."""

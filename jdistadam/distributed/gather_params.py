@@ -288,7 +288,9 @@ def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
     if current is not None:
         current.is_used, weight = True, current.weight
     size = shard.value.size * parallel.size(parallel.shard_axes)
-    gather_phase, reduce_phase = phases_of_shard(parallel, config.policy, size, shard.dtype)
+    gather_phase, reduce_phase = phases_of_shard(
+        parallel, config.policy, size, shard.dtype, config.places
+    )
     run = model_axes.on_each_shard(config, shard.spec)
     # JAX keeps the functions below: they must not hold the traced value.
     dtype, held_dtype, value = shard.dtype, shard.value.dtype, shard.value

@@ -42,8 +42,7 @@ class Collective:
     """One collective operation of a step.
 
     Attributes:
-      op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute": the
-        parts of an all-to-all, one by one.
+      op: "reduce-scatter", "all-gather", "all-reduce" or "all-to-all".
       dtype: The dtype that is sent.
       elements: Size of the whole array that every device adds to, exchanges, or holds at the end.
       axes: The mesh axes it runs over.
@@ -54,8 +53,8 @@ class Collective:
         factors again, but not every bias.
       when: "step": once; "micro-batch": in each; "layer": for each layer of a scan, in each
         micro-batch.
-      transport: How bytes move between devices: "xla", by a collective of the compiler; "peer",
-        by the kernels of communication.py, which read and write the memory of the others.
+      places: Local numbers of the devices along the axes, if they copy from memory to memory
+        (kernels/copies.py). (): a collective of XLA.
     """
 
     op: str
@@ -67,13 +66,16 @@ class Collective:
     leaves: tuple[str, ...]
     is_optional: bool = False
     when: str = "step"
-    transport: str = "xla"
+    places: tuple[int, ...] = ()
+
+    @property
+    def transport(self) -> str:
+        """How bytes move between devices: "xla" or "peer"."""
+        return "peer" if self.places else "xla"
 
     @property
     def result_elements(self) -> int:
         """Size of the array that a device receives."""
-        if self.op == "collective-permute":  # its own part is not sent
-            return self.elements // self.devices * (self.devices - 1)
         return self.elements // (self.devices if self.op == "reduce-scatter" else 1)
 
     @property
@@ -168,8 +170,7 @@ def make_schedule(
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
     accumulate_steps: int = 1,
-    transport: str = "xla",
-    in_train_step: bool = True,
+    places: tuple[int, ...] = (),
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
 
@@ -178,8 +179,7 @@ def make_schedule(
       parallel: The axes and the strategy.
       policy: The dtypes.
       accumulate_steps: Number of micro-batches; affects only ``times``.
-      transport: "xla", or "peer".
-      in_train_step: Whether the gradients come from the backward pass of a ``train_step``.
+      places: As in ``Collective``, of all devices.
 
     Example:
       >>> import jax
@@ -198,8 +198,7 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    sends_ahead = in_train_step and transport == "peer"
-    maker = _PhaseMaker(parallel, policy, num_reductions, transport, sends_ahead)
+    maker = _PhaseMaker(parallel, policy, num_reductions, places)
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
@@ -220,7 +219,11 @@ def make_schedule(
 
 
 def phases_of_shard(
-    parallel: DataParallel, policy: MixedPrecisionPolicy, elements: int, dtype: Any
+    parallel: DataParallel,
+    policy: MixedPrecisionPolicy,
+    elements: int,
+    dtype: Any,
+    places: tuple[int, ...] = (),
 ) -> tuple[Phase, Phase]:
     """Returns how a sharded parameter is gathered, and its gradients summed.
 
@@ -231,8 +234,9 @@ def phases_of_shard(
       policy: The dtypes.
       elements: Size of the whole parameter, or of one layer of it.
       dtype: The dtype of the parameter.
+      places: As in ``Collective``, of all devices.
     """
-    maker = _PhaseMaker(parallel, policy, num_reductions=1, transport="xla", sends_ahead=False)
+    maker = _PhaseMaker(parallel, policy, num_reductions=1, places=places)
     axes = parallel.shard_axes
     gather = maker.all_gather((), elements, axes, dtype)
     return gather, maker.reduce_scatter((), elements, axes, policy.comm_dtype)
@@ -245,8 +249,7 @@ class _PhaseMaker:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
-    transport: str
-    sends_ahead: bool  # gradients made before the end of a backward pass: [Note: sent ahead]
+    places: tuple[int, ...]
 
     def bucket_schedule(
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, stacked: int
@@ -272,11 +275,6 @@ class _PhaseMaker:
             reduce, gather = (_repeated(phase, "layer", times) for phase in (reduce, gather))
         elif parallel.shards_grads:
             reduce = _repeated(reduce, "micro-batch", self.num_reductions)
-        elif self.sends_ahead and not (bucket.is_packed or stacked):
-            # Others are known only at the end of the backward pass, such as results of a scan over
-            # layers.
-            ahead = self._one("collective-permute", paths, whole_size, shard_axes, sent)
-            reduce = (dataclasses.replace(ahead, transport="xla"),)
         reduce_outer: Phase = ()
         gather_outer: Phase = ()
         if parallel.outer_strategy == "optim":
@@ -319,8 +317,8 @@ class _PhaseMaker:
     def _one(
         self, op: str, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Collective:
-        devices, dtype, transport = self.parallel.size(axes), jnp.dtype(dtype), self.transport
-        return Collective(op, dtype, elements, axes, devices, 1, paths, transport=transport)
+        devices, dtype, places = self.parallel.size(axes), jnp.dtype(dtype), self.places
+        return Collective(op, dtype, elements, axes, devices, 1, paths, places=places)
 
 
 def _repeated(phase: Phase, when: str, times: int) -> Phase:

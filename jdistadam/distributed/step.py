@@ -23,7 +23,6 @@ from jdistadam.distributed.flat_moments import types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
-from jdistadam.distributed.peer_update import update_over_peers
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import (
     DistributedState,
@@ -93,10 +92,7 @@ def step_local(
     layout = schedule.layout
     check_step(config, layout, state)
     leaves: list[Any] = jax.tree.leaves(params)
-    if config.communication.is_peer and schedule.buckets:
-        done, verdict = update_over_peers(config, schedule, grads, state, leaves)
-    else:
-        done, verdict = _step_over_xla(config, schedule, grads, state, leaves)
+    done, verdict = _step_over_xla(config, schedule, grads, state, leaves)
     new = leaves_of_buckets(layout, done.gathered)
     if config.policy.param_comm_dtype is not None:
         # Rounding for sending would change params that a skipped step must leave unchanged.

@@ -86,8 +86,6 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     if not is_on_gpu(config):
         return {}
     wanted, parallel = dict[str, Any](), config.parallel
-    if config.communication.is_peer:
-        wanted |= _BY_COPY_ENGINES
     if parallel.gathers_layers and config.stacked:
         wanted |= _PIPELINED
     # A loop over micro-batches starts after all parameters have arrived.

@@ -1,0 +1,128 @@
+// The FFI calls `jdistadam_copy_start` and `jdistadam_copy_wait`: copies.h.
+//
+// copy_start   operands: the sources; then arrays that are not read: they only fix the order.
+//              results: the targets, which nobody may use before copy_wait.
+// copy_wait    operands: the targets, the sources, and others that are not read. Results: the
+//              targets, aliased.
+// devices      local numbers of the devices, in the order of the parts.
+// site         differs between the starts of a program.
+// limit_seconds   how long to wait for a device.
+// gathers      whether it is a gather; otherwise an exchange.
+// rows         of each source.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "copies.h"
+#include "ffi_common.h"
+
+namespace jdistadam {
+
+struct CopyStartAttributes {  // in the order of their decoding below
+  ffi::Span<const int64_t> devices;
+  bool gathers;
+  ffi::Span<const int64_t> rows;
+  int64_t site;
+};
+
+struct CopyWaitAttributes {
+  ffi::Span<const int64_t> devices;
+  int64_t limit_seconds;
+};
+
+}  // namespace jdistadam
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyStartAttributes,
+                                      StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<bool>("gathers"),
+                                      StructMember<Span<const int64_t>>("rows"),
+                                      StructMember<int64_t>("site"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyWaitAttributes,
+                                      StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<int64_t>("limit_seconds"));
+
+namespace jdistadam {
+
+// The place of this device among those that copy; -1 if it is none of them.
+inline int PlaceAmong(const ffi::Span<const int64_t>& devices, int32_t ordinal) {
+  const auto found = std::find(devices.begin(), devices.end(), int64_t{ordinal});
+  return found == devices.end() ? -1 : int(found - devices.begin());
+}
+
+inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingArgs& args,
+                             const ffi::RemainingRets& rets, std::vector<CopyArray>* arrays) {
+  const size_t n = a.devices.size(), count = a.rows.size();
+  if (n < 1 || n > kMaxCopyDevices) return Invalid("devices: too many, or none");
+  if (count < 1 || args.size() < count || rets.size() != count)
+    return Invalid("copies need a source, a target and rows for each array");
+  for (size_t i = 0; i < count; ++i) {
+    const auto source = GetBuffer(args, i), target = GetBuffer(rets, i);
+    if (!source || !target) return Invalid("copies have too few arrays");
+    const size_t from = source->size_bytes(), to = target->size_bytes();
+    const size_t rows = size_t(a.rows[i]), parts = a.gathers ? rows : rows * n;
+    if (a.rows[i] < 1 || from % parts != 0 || to != (a.gathers ? from * n : from))
+      return Invalid("array " + std::to_string(i) + " of copies has a wrong size");
+    arrays->push_back({DataOf(*source), DataOf(*target), rows, from / parts});
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CheckTargets(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+  if (rets.size() < 1) return Invalid("a wait for copies needs targets");
+  for (size_t i = 0; i < rets.size(); ++i) {
+    const auto arg = GetBuffer(args, i), ret = GetBuffer(rets, i);
+    if (!arg || !ret || DataOf(*arg) != DataOf(*ret))
+      return Invalid("target " + std::to_string(i) + " of copies is not aliased with its operand");
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CopiesAreLost(const std::string& why) {
+  return ffi::Error::Internal("jdistadam: copies between devices were not finished: " + why +
+                              " (places along the axis of the mesh). Parameters and state are "
+                              "lost: restore a checkpoint.");
+}
+
+template <typename Context>
+ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                            CopyStartAttributes a, ffi::RunId run, int32_t ordinal,
+                            Context context) {
+  std::vector<CopyArray> arrays;
+  ffi::Error error = ReadCopies(a, args, rets, &arrays);
+  const CopyVisitor who{run.run_id, a.site, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
+  if (error.success() && who.me < 0) error = Invalid("this device is not one of those that copy");
+  return StartCopies(context, who, a, std::move(error), std::move(arrays), ordinal);
+}
+
+template <typename Context>
+auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
+                     ffi::RunId run, int32_t ordinal, Context context) {
+  ffi::Error error = CheckTargets(args, rets);
+  const char* target = error.success() ? DataOf(*GetBuffer(rets, 0)) : nullptr;
+  const CopyVisitor who{run.run_id, 0, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
+  const std::chrono::seconds limit(a.limit_seconds);
+  return WaitForCopies(context, who, std::move(error), target, limit, ordinal);
+}
+
+inline auto CopyStartBinding() {
+  return ffi::Ffi::Bind()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<CopyStartAttributes>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>();
+}
+
+inline auto CopyWaitBinding() {
+  return ffi::Ffi::Bind()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<CopyWaitAttributes>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>();
+}
+
+}  // namespace jdistadam

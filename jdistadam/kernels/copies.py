@@ -1,0 +1,75 @@
+"""Copies between devices of one process that reach each other's memory; inside ``jax.shard_map``.
+
+``exchange`` is an all-to-all and ``gather`` an all-gather, by the copy engines of GPUs: no kernel
+runs. Each is a start and a wait (cuda/ffi_copies.h). Where they are adjacent, nothing overlaps;
+training/overlap.py moves them apart. A wait takes the sources too, so that they are not freed, or
+overwritten, before other devices have them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdistadam.kernels import native
+
+START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
+"""The targets of the two calls."""
+
+LIMIT_SECONDS = 300
+"""How long a device waits for the others before it gives up."""
+
+_SITES = itertools.count(1)  # a number per traced start
+
+
+def exchange(x: jax.Array, *, dim: int, places: tuple[int, ...]) -> jax.Array:
+    """Sends part ``i`` of dimension ``dim`` to device ``i``.
+
+    Args:
+      x: An array of N equal parts along ``dim``.
+      dim: The dimension to distribute.
+      places: Local numbers of the N devices, in the order of the parts.
+
+    Returns:
+      The received parts, stacked in a new first dimension, in the order of the devices.
+    """
+    n = len(places)
+    part = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+    target = native.type_like(x, (n, *part), x.dtype)
+    return _copied(x, target, rows=math.prod(x.shape[:dim]), gathers=False, places=places)
+
+
+def gather(shard: jax.Array, *, dim: int, places: tuple[int, ...], to: str) -> jax.Array:
+    """Concatenates every device's shard along ``dim``; the result is equal on all devices.
+
+    Its type says so unless ``to`` is "varying".
+    """
+    shape = (*shard.shape[:dim], shard.shape[dim] * len(places), *shard.shape[dim + 1 :])
+    target = native.type_like(shard, shape, shard.dtype)
+    if to != "varying":
+        target = jax.ShapeDtypeStruct(shape, shard.dtype)
+    return _copied(shard, target, rows=math.prod(shard.shape[:dim]), gathers=True, places=places)
+
+
+def _copied(
+    source: jax.Array, target: Any, *, rows: int, gathers: bool, places: tuple[int, ...]
+) -> jax.Array:
+    """Starts a copy and waits for it."""
+    devices = np.asarray(places, np.int64)
+    with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
+        (started,) = jax.ffi.ffi_call(START, [target])(
+            source,
+            devices=devices,
+            gathers=np.bool_(gathers),
+            rows=np.asarray([rows], np.int64),
+            site=np.int64(next(_SITES)),
+        )
+        wait = jax.ffi.ffi_call(WAIT, [target], input_output_aliases={0: 0})
+        (arrived,) = wait(
+            started, source, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS)
+        )
+    return arrived
