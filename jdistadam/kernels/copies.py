@@ -73,3 +73,12 @@ def _copied(
             started, source, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS)
         )
     return arrived
+
+
+def wait_after(eqn: Any, values: list[Any], last: Any) -> list[jax.Array]:
+    """Evaluates the traced call of a wait, which in addition waits for the array ``last``."""
+    layouts = (*eqn.params["input_layouts"], tuple(reversed(range(last.ndim))))
+    results: list[jax.Array] = eqn.primitive.bind(
+        *values, last, **eqn.params | {"input_layouts": layouts}
+    )
+    return results

@@ -32,7 +32,7 @@ from jdistadam.kernels.adam import UPDATES
 from jdistadam.kernels.multi_tensor import NORMS
 from jdistadam.training.traced_gradients import evaluate, evaluate_one, values_of
 
-_PRODUCTS = {"dot_general", "conv_general_dilated"}
+PRODUCTS = {"dot_general", "conv_general_dilated"}
 _GATHERS = {"all_gather", "all_gather_invariant"}
 
 
@@ -49,8 +49,8 @@ def with_early_updates(step: Callable[..., Any], *, lag: float) -> Callable[...,
     def early(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
         leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
-        if any(map(_is_nested, traced.jaxpr.eqns)):
-            traced = jax.make_jaxpr(functools.partial(_inlined, traced))(*leaves)
+        if any(_is_nested(eqn, PRODUCTS) for eqn in traced.jaxpr.eqns):
+            traced = jax.make_jaxpr(functools.partial(inlined, traced, names=PRODUCTS))(*leaves)
         return jax.tree.unflatten(treedef, _evaluate(traced, leaves, lag))
 
     return early
@@ -60,12 +60,12 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     """Evaluates a jaxpr: up to its last product in order, the rest as soon as possible."""
     jaxpr = traced.jaxpr
     eqns, known = jaxpr.eqns, dict(zip(jaxpr.constvars, traced.consts, strict=True))
-    is_product = [_contains(eqn, _PRODUCTS) for eqn in eqns]
+    is_product = [contains(eqn, PRODUCTS) for eqn in eqns]
     num_ordered = len(eqns) - is_product[::-1].index(True) if any(is_product) else 0
     after = _last_uses(jaxpr, num_ordered)
     users, num_missing = collections.defaultdict[Any, list[int]](list), [0] * len(eqns)
     for i in range(num_ordered, len(eqns)):
-        for v in {*_variables(eqns[i].invars), *after.get(i, ())} - known.keys():
+        for v in {*variables(eqns[i].invars), *after.get(i, ())} - known.keys():
             users[v].append(i)
             num_missing[i] += 1
     ready = [i for i in range(num_ordered, len(eqns)) if not num_missing[i]]
@@ -85,20 +85,20 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
 
     def evaluate(i: int) -> None:
         if i in after:  # its first operand are coefficients, which wait for no other call
-            tie([_variables(eqns[i].invars)[0], *after[i]])
+            tie([variables(eqns[i].invars)[0], *after[i]])
         assign(eqns[i].outvars, evaluate_one(jaxpr, eqns[i], values_of(eqns[i].invars, known)))
 
     assign(jaxpr.invars, args)
-    is_late = [i >= num_ordered and _contains(eqn, _GATHERS) for i, eqn in enumerate(eqns)]
+    is_late = [i >= num_ordered and contains(eqn, _GATHERS) for i, eqn in enumerate(eqns)]
     gathered = [v for i, eqn in enumerate(eqns) if is_late[i] for v in eqn.invars]
-    norms = [v for eqn in eqns[num_ordered:] if _contains(eqn, NORMS) for v in eqn.outvars]
-    outputs, made, late = set(_variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
+    norms = [v for eqn in eqns[num_ordered:] if contains(eqn, NORMS) for v in eqn.outvars]
+    outputs, made, late = set(variables(jaxpr.outvars + gathered + norms)), set[Any](), list[int]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Any]] = [[]]
     for i in range(num_ordered):
         waits_for = calls[: int(max(0, len(calls) - lag))]
         if is_product[i] and any(waits_for):
-            operands = [v for v in _variables(eqns[i].invars) if v in made]
+            operands = [v for v in variables(eqns[i].invars) if v in made]
             tie(itertools.chain(operands, *waits_for))
             calls = calls[len(waits_for) :] or [[]]
         evaluate(i)
@@ -119,21 +119,22 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     return values_of(jaxpr.outvars, known)
 
 
-def _is_nested(eqn: Any) -> bool:
-    """Whether it is a nested ``jax.jit``, or rematerializes, and has products inside."""
-    return eqn.primitive.name in ("jit", "remat2") and _contains(eqn, _PRODUCTS)
+def _is_nested(eqn: Any, names: Collection[str]) -> bool:
+    """Whether it is a nested function, or rematerializes, and has operations of these names."""
+    return eqn.primitive.name in ("jit", "remat2", "custom_vjp_call") and contains(eqn, names)
 
 
-def _inlined(traced: Any, *args: Any) -> list[Any]:
+def inlined(traced: Any, *args: Any, names: Collection[str]) -> list[Any]:
     """Evaluates a jaxpr, and the operations of nested equations one by one."""
 
     def opened(eqn: Any, values: list[Any]) -> list[Any] | None:
-        if not _is_nested(eqn):
+        if not _is_nested(eqn, names):
             return None
-        inner = eqn.params["jaxpr"]
-        if eqn.primitive.name == "jit":
-            return _inlined(inner, *values)
-        return _inlined(core.ClosedJaxpr(inner, ()), *_not_shared(eqn, values))
+        if eqn.primitive.name == "remat2":
+            inner = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+            return inlined(inner, *_not_shared(eqn, values), names=names)
+        inner = eqn.params["call_jaxpr" if eqn.primitive.name == "custom_vjp_call" else "jaxpr"]
+        return inlined(inner, *values, names=names)
 
     return evaluate(traced, args, opened)
 
@@ -166,31 +167,31 @@ def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
         sources = {x for v, x in zip(variables, arguments, strict=True) if v}
         if eqn.primitive.name == "optimization_barrier":
             argument_of |= {v: x for v, x in zip(eqn.outvars, arguments, strict=True) if x}
-        elif len(sources) == 1 and None not in sources and not _contains(eqn, _PRODUCTS):
+        elif len(sources) == 1 and None not in sources and not contains(eqn, PRODUCTS):
             argument_of |= dict.fromkeys(used, sources.pop())
         else:
             last_use |= {x: used[0] for x in arguments if x}
     found: dict[int, list[Any]] = {}
     for old, new in zip(jaxpr.invars, jaxpr.outvars, strict=False):
-        stack, seen = _variables([new]) if old in last_use else [], set[int]()
+        stack, seen = variables([new]) if old in last_use else [], set[int]()
         while stack:
             i = made_by.get(stack.pop(), -1)
             if i < num_ordered or i in seen:
                 continue
             seen.add(i)
-            if _contains(eqns[i], UPDATES):
+            if contains(eqns[i], UPDATES):
                 found.setdefault(i, []).append(last_use[old])
             else:
-                stack += _variables(eqns[i].invars)
+                stack += variables(eqns[i].invars)
     return found
 
 
-def _contains(eqn: Any, names: Collection[str]) -> bool:
+def contains(eqn: Any, names: Collection[str]) -> bool:
     """Whether an equation, or one inside of it, has one of these names; a call has its target's."""
     inner = core.jaxprs_in_params(eqn.params)
     name = eqn.params.get("target_name", eqn.primitive.name)
-    return name in names or any(_contains(e, names) for j in inner for e in j.eqns)
+    return name in names or any(contains(e, names) for j in inner for e in j.eqns)
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not isinstance(v, core.Literal)]

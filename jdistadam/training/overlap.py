@@ -1,0 +1,180 @@
+"""Copies between devices run beside the rest of a step; inside ``jax.shard_map``.
+
+[Note: overlap]
+kernels/copies.py makes a copy as a start and, immediately after it, a wait. XLA orders custom calls
+as it likes, often both at the end of a program. So the step is traced, and evaluated in another
+order, which barriers and operands enforce:
+
+- A start runs as soon as its operands are known: gradients are sent during the backward pass, and
+  new parameters during the updates. The next product, or update, waits for the start.
+- A wait runs where its result is first needed, with what is made of it and of arguments alone. It
+  waits for the product, or update, before.
+- Gathers before the loss start first, in the order in which their results are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jdistadam.kernels import copies
+from jdistadam.kernels.adam import UPDATES
+from jdistadam.training.early_updates import PRODUCTS, contains, inlined, variables
+from jdistadam.training.traced_gradients import evaluate_one, values_of
+
+
+def with_overlap(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the results of ``step``: [Note: overlap]."""
+
+    def overlapped(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
+        names = PRODUCTS | UPDATES | {copies.START}
+        traced = jax.make_jaxpr(functools.partial(inlined, traced, names=names))(*leaves)
+        return jax.tree.unflatten(treedef, _Evaluation(traced, leaves).results())
+
+    return overlapped
+
+
+class _Evaluation:
+    """Evaluates a jaxpr in another order.
+
+    An *anchor* is a product or an update: what copies overlap.
+    """
+
+    def __init__(self, traced: Any, args: list[Any]) -> None:
+        self._jaxpr, self._eqns = traced.jaxpr, traced.jaxpr.eqns
+        self._known = dict(zip(self._jaxpr.constvars, traced.consts, strict=True))
+        self._known |= zip(self._jaxpr.invars, args, strict=True)
+        self._is_start = [x.params.get("target_name") == copies.START for x in self._eqns]
+        self._is_wait = [x.params.get("target_name") == copies.WAIT for x in self._eqns]
+        self._is_anchor = [contains(x, PRODUCTS | UPDATES) for x in self._eqns]
+        self._made_by = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
+        self._is_lazy = self._lazy()
+        self._is_hoisted = self._hoisted()
+        self._done = [False] * len(self._eqns)
+        self._users: dict[Any, list[int]] = {}
+        self._num_missing: dict[int, int] = {}
+        self._ready: list[tuple[int, int]] = []
+        self._pending: list[Any] = []  # targets of starts for which no anchor waits yet
+        self._last: Any = None  # a result of the last anchor
+
+    def results(self) -> list[Any]:
+        """Evaluates it."""
+        ranks = self._ranks()
+        for i, is_hoisted in enumerate(self._is_hoisted):
+            if is_hoisted:
+                missing = set(variables(self._eqns[i].invars)) - self._known.keys()
+                self._num_missing[i] = len(missing)
+                for v in missing:
+                    self._users.setdefault(v, []).append(i)
+                if not missing:
+                    heapq.heappush(self._ready, (ranks.get(i, i), i))
+        self._run_ready()
+        for i in range(len(self._eqns)):
+            if not (self._is_lazy[i] or self._is_hoisted[i]):
+                self._run(i)
+                self._run_ready()
+        self._demand(self._jaxpr.outvars)
+        return values_of(self._jaxpr.outvars, self._known)
+
+    def _lazy(self) -> list[bool]:
+        """Waits, and what is made of their results and of arguments alone."""
+        lazy, arguments = set[Any](), {*self._jaxpr.invars, *self._jaxpr.constvars}
+        found = []
+        for i, eqn in enumerate(self._eqns):
+            used = set(variables(eqn.invars))
+            is_lazy = self._is_wait[i] or (
+                not (self._is_anchor[i] or self._is_start[i])
+                and bool(used & lazy)
+                and used <= lazy | arguments
+            )
+            lazy |= set(eqn.outvars) if is_lazy else set()
+            found.append(is_lazy)
+        return found
+
+    def _hoisted(self) -> list[bool]:
+        """Starts, and what only they need after the last product."""
+        products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
+        end = products[-1] + 1 if products else 0
+        found = list(self._is_start)
+        for i in reversed(range(len(self._eqns))):
+            if not found[i]:
+                continue
+            for v in variables(self._eqns[i].invars):
+                k = self._made_by.get(v, -1)
+                if k >= end and not (self._is_lazy[k] or self._is_anchor[k]):
+                    found[k] = True
+        return found
+
+    def _ranks(self) -> dict[int, int]:
+        """The order of starts whose operands are known from the beginning: as results are needed.
+
+        By equation: of starts, and of what they need.
+        """
+        order, seen = dict[int, int](), set[int]()
+
+        def visit(atoms: Any) -> None:
+            for v in variables(atoms):
+                i = self._made_by.get(v, -1)
+                if i < 0 or i in seen or not (self._is_lazy[i] or self._is_hoisted[i]):
+                    continue
+                seen.add(i)
+                visit(self._eqns[i].invars)
+                order[i] = len(order) - len(self._eqns)
+
+        for i, eqn in enumerate(self._eqns):
+            if not (self._is_lazy[i] or self._is_hoisted[i]):
+                visit(eqn.invars)
+        return order
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            self._run(heapq.heappop(self._ready)[1])
+
+    def _demand(self, atoms: Iterable[Any]) -> None:
+        """Evaluates what some variables need."""
+        for v in variables(atoms):
+            if v not in self._known:
+                i = self._made_by[v]
+                self._run(i)
+
+    def _run(self, i: int) -> None:
+        """Evaluates an equation, after those that it needs."""
+        if self._done[i]:
+            return
+        self._done[i] = True
+        eqn = self._eqns[i]
+        self._demand(eqn.invars)
+        if self._is_anchor[i] and self._pending:
+            made = [v for v in variables(eqn.invars) if v in self._made_by][:1]
+            self._tie([*made, *self._pending])
+            self._pending = []
+        if self._is_start[i] and self._pending:  # starts keep their order
+            self._tie([eqn.invars[0], self._pending[-1]])
+        values = values_of(eqn.invars, self._known)
+        if self._is_wait[i] and self._last is not None:
+            results = copies.wait_after(eqn, values, self._known[self._last])
+        else:
+            results = evaluate_one(self._jaxpr, eqn, values)
+        for v, x in zip(eqn.outvars, results, strict=True):
+            self._known[v] = x
+            for k in self._users.pop(v, ()):
+                self._num_missing[k] -= 1
+                if not self._num_missing[k]:
+                    heapq.heappush(self._ready, (k, k))
+        if self._is_start[i]:
+            self._pending.append(eqn.outvars[0])
+        if self._is_anchor[i]:
+            self._last = eqn.outvars[0]
+
+    def _tie(self, tied: list[Any]) -> None:
+        """Lets all later users of some variables wait for all of them."""
+        tied = list(dict.fromkeys(v for v in tied if not isinstance(v, core.Literal)))
+        values = jax.lax.optimization_barrier(values_of(tied, self._known))
+        self._known.update(zip(tied, values, strict=True))
