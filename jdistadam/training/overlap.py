@@ -57,6 +57,7 @@ class _Evaluation:
         self._made_by = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
         self._is_lazy = self._lazy()
         self._is_hoisted = self._hoisted()
+        self._rank = self._ranks()
         self._done = [False] * len(self._eqns)
         self._users: dict[Any, list[int]] = {}
         self._num_missing: dict[int, int] = {}
@@ -66,7 +67,6 @@ class _Evaluation:
 
     def results(self) -> list[Any]:
         """Evaluates it."""
-        ranks = self._ranks()
         for i, is_hoisted in enumerate(self._is_hoisted):
             if is_hoisted:
                 missing = set(variables(self._eqns[i].invars)) - self._known.keys()
@@ -74,7 +74,7 @@ class _Evaluation:
                 for v in missing:
                     self._users.setdefault(v, []).append(i)
                 if not missing:
-                    heapq.heappush(self._ready, (ranks.get(i, i), i))
+                    self._is_ready(i)
         self._run_ready()
         for i in range(len(self._eqns)):
             if not (self._is_lazy[i] or self._is_hoisted[i]):
@@ -99,16 +99,21 @@ class _Evaluation:
         return found
 
     def _hoisted(self) -> list[bool]:
-        """Starts, and what only they need after the last product."""
+        """Starts, and what they need that is made of arguments alone, or after the last product."""
         products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
         end = products[-1] + 1 if products else 0
+        simple = {*self._jaxpr.invars, *self._jaxpr.constvars}
+        for i, eqn in enumerate(self._eqns):
+            if not self._is_anchor[i] and simple.issuperset(variables(eqn.invars)):
+                simple.update(eqn.outvars)
         found = list(self._is_start)
         for i in reversed(range(len(self._eqns))):
             if not found[i]:
                 continue
             for v in variables(self._eqns[i].invars):
                 k = self._made_by.get(v, -1)
-                if k >= end and not (self._is_lazy[k] or self._is_anchor[k]):
+                is_early = k >= end or v in simple
+                if k >= 0 and is_early and not (self._is_lazy[k] or self._is_anchor[k]):
                     found[k] = True
         return found
 
@@ -132,6 +137,9 @@ class _Evaluation:
             if not (self._is_lazy[i] or self._is_hoisted[i]):
                 visit(eqn.invars)
         return order
+
+    def _is_ready(self, i: int) -> None:
+        heapq.heappush(self._ready, (self._rank.get(i, i), i))
 
     def _run_ready(self) -> None:
         while self._ready:
@@ -157,6 +165,8 @@ class _Evaluation:
             self._pending = []
         if self._is_start[i] and self._pending:  # starts keep their order
             self._tie([eqn.invars[0], self._pending[-1]])
+        if self._is_wait[i]:  # which takes the target: nothing may use it any more
+            self._pending = [v for v in self._pending if v is not eqn.invars[0]]
         values = values_of(eqn.invars, self._known)
         if self._is_wait[i] and self._last is not None:
             results = copies.wait_after(eqn, values, self._known[self._last])
@@ -167,7 +177,7 @@ class _Evaluation:
             for k in self._users.pop(v, ()):
                 self._num_missing[k] -= 1
                 if not self._num_missing[k]:
-                    heapq.heappush(self._ready, (k, k))
+                    self._is_ready(k)
         if self._is_start[i]:
             self._pending.append(eqn.outvars[0])
         if self._is_anchor[i]:
