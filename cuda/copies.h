@@ -105,6 +105,7 @@ class CopyJob {
 
   std::vector<Post> posts;           // by place; guarded by the board until all have come
   bool has_posted[kMaxCopyDevices] = {};
+  bool has_waited[kMaxCopyDevices] = {};  // each is of one device alone
   int num_posted = 0;
 
  private:
@@ -140,12 +141,11 @@ class CopyBoard {
     JobPointer& open = gathering_[key];
     if (!open) open = std::make_shared<Job>(who.count, is_gather);
     const JobPointer job = open;
-    const char* target = post.arrays.empty() ? nullptr : post.arrays[0].target;
+    for (const CopyArray& array : post.arrays) started_[{who.me, array.target}] = job;
     job->posts[who.me] = std::move(post);
     job->has_posted[who.me] = true;
     *is_last = ++job->num_posted == who.count;
     if (*is_last) gathering_.erase(key);
-    started_[{who.me, target}] = job;
     return job;
   }
 
@@ -194,7 +194,7 @@ class CopyBoard {
 
   std::mutex mutex_;
   std::map<Key, JobPointer> gathering_;                       // not all devices have come
-  std::map<std::pair<int, const char*>, JobPointer> started_;  // by place and first target
+  std::map<std::pair<int, const char*>, JobPointer> started_;  // by place and target
   std::map<int64_t, std::string> failures_;                   // by execution
   std::map<std::pair<int64_t, int>, std::deque<std::pair<int64_t, int64_t>>> visits_;
 };

@@ -210,7 +210,8 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, ffi
   if (error.success() && (job = CudaBoard().Finish(who.me, target)) == nullptr)
     error = Invalid("a wait for copies that were not started, or whose target moved");
   if (error.success() && !(why = job->WaitUntilIssued(limit)).empty()) error = CopiesAreLost(why);
-  if (error.success()) {
+  if (error.success() && !job->has_waited[who.me]) {
+    job->has_waited[who.me] = true;
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
       status = cudaStreamWaitEvent(stream, job->posts[p].extra.sent.get(), 0);

@@ -82,3 +82,21 @@ def wait_after(eqn: Any, values: list[Any], last: Any) -> list[jax.Array]:
         *values, last, **eqn.params | {"input_layouts": layouts}
     )
     return results
+
+
+def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
+    """Evaluates traced calls of starts as one, of which all sources travel together.
+
+    Returns:
+      The target of each.
+    """
+    attributes = [dict(eqn.params["attributes"]) for eqn in eqns]
+    given = {name: getattr(x, "val", x) for name, x in attributes[0].items()}
+    rows = np.concatenate([x["rows"].val for x in attributes])
+    call = jax.ffi.ffi_call(START, [eqn.params["result_avals"][0] for eqn in eqns])
+    return list(call(*values, **given | {"rows": rows}))
+
+
+def kind_of(eqn: Any) -> bool:
+    """Whether a traced start gathers; otherwise it exchanges."""
+    return bool(dict(eqn.params["attributes"])["gathers"])

@@ -41,6 +41,10 @@ def with_overlap(step: Callable[..., Any]) -> Callable[..., Any]:
     return overlapped
 
 
+TOGETHER_BYTES = 32 << 20
+"""Copies start together, in the order in which they could start, until they are as many bytes."""
+
+
 class _Evaluation:
     """Evaluates a jaxpr in another order.
 
@@ -62,6 +66,7 @@ class _Evaluation:
         self._users: dict[Any, list[int]] = {}
         self._num_missing: dict[int, int] = {}
         self._ready: list[tuple[int, int]] = []
+        self._together: list[int] = []  # starts that travel together, when there are enough
         self._pending: list[Any] = []  # targets of starts for which no anchor waits yet
         self._last: Any = None  # a result of the last anchor
 
@@ -149,8 +154,9 @@ class _Evaluation:
         """Evaluates what some variables need."""
         for v in variables(atoms):
             if v not in self._known:
-                i = self._made_by[v]
-                self._run(i)
+                self._run(self._made_by[v])
+            if v not in self._known:
+                self._start_together()
 
     def _run(self, i: int) -> None:
         """Evaluates an equation, after those that it needs."""
@@ -163,8 +169,9 @@ class _Evaluation:
             made = [v for v in variables(eqn.invars) if v in self._made_by][:1]
             self._tie([*made, *self._pending])
             self._pending = []
-        if self._is_start[i] and self._pending:  # starts keep their order
-            self._tie([eqn.invars[0], self._pending[-1]])
+        if self._is_start[i]:
+            self._add(i)
+            return
         if self._is_wait[i]:  # which takes the target: nothing may use it any more
             self._pending = [v for v in self._pending if v is not eqn.invars[0]]
         values = values_of(eqn.invars, self._known)
@@ -172,16 +179,38 @@ class _Evaluation:
             results = copies.wait_after(eqn, values, self._known[self._last])
         else:
             results = evaluate_one(self._jaxpr, eqn, values)
-        for v, x in zip(eqn.outvars, results, strict=True):
+        self._assign(eqn.outvars, results)
+        if self._is_anchor[i]:
+            self._last = eqn.outvars[0]
+
+    def _add(self, i: int) -> None:
+        """Lets a start travel with those before it, unless they are many bytes already."""
+        first = self._together[:1]
+        if first and copies.kind_of(self._eqns[first[0]]) != copies.kind_of(self._eqns[i]):
+            self._start_together()
+        self._together.append(i)
+        avals = [self._eqns[k].outvars[0].aval for k in self._together]
+        if sum(x.size * x.dtype.itemsize for x in avals) >= TOGETHER_BYTES:
+            self._start_together()
+
+    def _start_together(self) -> None:
+        eqns = [self._eqns[i] for i in self._together]
+        self._together = []
+        sources = [eqn.invars[0] for eqn in eqns]
+        if self._pending:  # starts keep their order
+            self._tie([sources[0], self._pending[-1]])
+        targets = copies.start_together(eqns, values_of(sources, self._known))
+        variables_ = [eqn.outvars[0] for eqn in eqns]
+        self._assign(variables_, targets)
+        self._pending += variables_
+
+    def _assign(self, made: Iterable[Any], values: Iterable[Any]) -> None:
+        for v, x in zip(made, values, strict=True):
             self._known[v] = x
             for k in self._users.pop(v, ()):
                 self._num_missing[k] -= 1
                 if not self._num_missing[k]:
                     self._is_ready(k)
-        if self._is_start[i]:
-            self._pending.append(eqn.outvars[0])
-        if self._is_anchor[i]:
-            self._last = eqn.outvars[0]
 
     def _tie(self, tied: list[Any]) -> None:
         """Lets all later users of some variables wait for all of them."""
