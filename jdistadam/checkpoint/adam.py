@@ -26,7 +26,7 @@ from jdistadam.distributed import bucket_leaves, flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
-from jdistadam.kernels import sharded_quantized_adam
+from jdistadam.kernels import sharded_codes
 from jdistadam.training.placement import copy_to
 
 
@@ -76,7 +76,7 @@ class TreeAdam:
         """Stores the moment or the main parameter of a parameter."""
         like, (x,) = self._like(section, name), found
         if is_codes(like):
-            x = BlockCodes(*sharded_quantized_adam.encoded(section, codec_of(like), x))
+            x = BlockCodes(*sharded_codes.encoded(section, codec_of(like), x))
         new = jax.device_put(x, jax.tree.map(self._place, like))
         self._new[name.replace("params", section, 1)] = new
 

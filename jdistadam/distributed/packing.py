@@ -25,7 +25,7 @@ from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import multi_tensor, native
-from jdistadam.kernels.quantized_adam import LeafPositions
+from jdistadam.kernels.operands import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
 
 
