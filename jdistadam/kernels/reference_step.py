@@ -51,7 +51,7 @@ def adam_reference(
 def squares_reference(
     spec: Spec, scalars: Scalars, operands: Operands, request: SquaresRequest, *, xp: Any
 ) -> Any:
-    """The sums of squares."""
+    """The sums of squares that ``request`` asks for."""
     found = []
     for group, leaf in zip(spec.groups, _leaves(spec, operands, xp), strict=True):
         grad, param, mu, nu, remainder = leaf
