@@ -21,7 +21,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
-from jdistadam.distributed.layout import Bucket, Layout, Leaf, arrays_of, make_layout
+from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
@@ -67,10 +67,6 @@ class DistributedConfig:
     def steps_on_host(self) -> bool:
         """Whether arrays that a kernel steps are in host memory: all but the average."""
         return any(name != "ema" for name in self.on_host)
-
-    def arrays_on_host(self, bucket: Bucket) -> tuple[str, ...]:
-        """Returns the arrays of a bucket that a step updates, and that are in host memory."""
-        return tuple(name for name in arrays_of(bucket) if name in self.on_host)
 
     def state_sharding(self, name: str) -> NamedSharding:
         """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""

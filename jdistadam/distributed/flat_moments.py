@@ -20,10 +20,37 @@ from jdistadam.core import memory
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, aligned
 
-FLAT_ARRAYS = ("main_params", "mu", "nu", "ema")
-"""The fields of a state that are flat arrays; all others are small."""
+STEPPED = ("main_params", "mu", "nu")
+FLAT_ARRAYS = (*STEPPED, "ema")
+"""The fields of a state that are flat arrays, first those that a kernel steps; others are small."""
+
+
+class Slot(NamedTuple):
+    """Where a device's shard of a bucket, or a part of one, is in a flat array.
+
+    Attributes:
+      array: The array: a field of the state, or "mu.codes", which has the scales too, "mu.floats",
+        "nu.codes" or "nu.floats".
+      start: Its first element.
+      size: Elements, up to the next slot.
+    """
+
+    array: str
+    start: int
+    size: int
+
+
+def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None:
+    """Returns the slot of a bucket in a field of the state; None: it has no main parameters."""
+    size = aligned(bucket.shard_size)
+    if name == "main_params" and not bucket.has_main:
+        return None
+    if name in ("mu", "nu") and config.algorithm.storage.codec_of(name).is_coded:
+        part = "codes" if bucket.is_coded else "floats"
+        return Slot(f"{name}.{part}", bucket.moment_offset, size)
+    return Slot(name, bucket.offset, size)
 
 
 class FlatCodes(NamedTuple):
@@ -75,12 +102,6 @@ def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]
     }
 
 
-def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
-    """Returns the bytes of one device's part of a moment."""
-    types = jax.tree.leaves(types_of_moment(algorithm, layout, name))
-    return sum(x.size * x.dtype.itemsize for x in types)
-
-
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
     """Returns a bucket's shard of a flat array of floats, on the device."""
     num_lines = -(-bucket.shard_size // ALIGNMENT)
@@ -88,25 +109,23 @@ def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
     return lines[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
-def offset_of(moment: Any, bucket: Bucket) -> int:
-    """Returns the start of a bucket's shard in the array that holds its moment."""
-    is_coded = is_flat_codes(moment)
-    return bucket.moment_offset if is_coded else bucket.offset
+def arrays_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of some fields of a state under the names that slots have for them."""
+    arrays = dict[str, Any]()
+    for name, x in fields.items():
+        if is_flat_codes(x):
+            arrays |= {f"{name}.codes": BlockCodes(x.codes, x.scales), f"{name}.floats": x.floats}
+        else:
+            arrays[name] = x
+    return arrays
 
 
-def operand_of(moment: Any, bucket: Bucket) -> Any:
-    """Returns the flat array of a bucket's moment or main parameters, as the kernel takes it."""
-    if not is_flat_codes(moment):
-        return moment
-    return BlockCodes(moment.codes, moment.scales) if bucket.is_coded else moment.floats
-
-
-def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
-    """Returns a moment with the array of ``operand_of`` replaced."""
-    if not is_flat_codes(moment):
-        return new
-    fields = dict(codes=new.codes, scales=new.scales) if bucket.is_coded else dict(floats=new)
-    return moment._replace(**fields)
+def field_of(arrays: dict[str, Any], name: str) -> Any:
+    """Returns a field of a state; the inverse of ``arrays_of``."""
+    if name in arrays:
+        return arrays[name]
+    codes, scales = arrays[f"{name}.codes"]
+    return FlatCodes(codes, scales, arrays[f"{name}.floats"])
 
 
 # Decodes and encodes moments: one bucket's shards at a time, outside of shard_map.

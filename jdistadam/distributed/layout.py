@@ -144,11 +144,6 @@ class Bucket:
         return leaf
 
 
-def arrays_of(bucket: Bucket) -> tuple[str, ...]:
-    """Returns the flat arrays of a state that a step updates for a bucket."""
-    return ("mu", "nu", "main_params") if bucket.has_main else ("mu", "nu")
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """All buckets and the sizes of a device's flat arrays.
