@@ -127,11 +127,10 @@ def _new_in_windows(
 ) -> Any:
     """``new_ema`` written into a flat array on the host."""
     for window in calls.windows(layout, splits=False):
-        slots = calls.slots_of(config, ("ema", "main_params"), window)
-        has_main = main is not None and "main_params" in slots
-        kept = host_memory.cut(main, slots["main_params"]) if has_main else None
+        of_main = calls.slots_of(config, "main_params", window)
+        kept = host_memory.cut(main, of_main) if of_main and main is not None else None
         new = new_ema(config, [piece.bucket for piece in window], params, kept)
-        flat = host_memory.put(flat, new, slots["ema"])
+        flat = host_memory.put(flat, new, calls.slots_of(config, "ema", window))
     return flat
 
 
@@ -245,5 +244,5 @@ def _is_average_local(
         moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
         size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
         found.append(jnp.stack([others, moved, size]))
-    total = collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), parallel.all_axes)
-    return tuple(total)
+    axes = parallel.data_axes + parallel.tensor_axes
+    return tuple(collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), axes))

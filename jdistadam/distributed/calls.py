@@ -34,7 +34,7 @@ class Call:
 
     Attributes:
       pieces: What it steps.
-      slots: By name, where its pieces are in the flat arrays that it takes.
+      slots: By field of the state, where its pieces are in the flat array that it takes.
       waits_for: Buckets whose gathered parameters must have arrived before it starts.
       gathers: Buckets whose new parameters are complete, and are gathered, when it ends.
     """
@@ -64,19 +64,20 @@ def make_calls(
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded)
         of_kind.setdefault(kind, []).append(i)
+    has_windows = config.updates_early or config.steps_on_host
     in_windows, whole = list[list[Piece]](), list[list[Piece]]()
     for indices in of_kind.values():
         first = Piece(indices[0], layout.buckets[indices[0]])
-        is_on_host = any(name in config.on_host for name in slots_of(config, STEPPED, [first]))
+        is_on_host = any(name in config.on_host for name in _call(config, STEPPED, [first]).slots)
         if is_on_host or config.updates_early:
             splits = is_on_host and config.norms is None  # whose sums are of the whole shard
             in_windows += windows(layout, indices, splits=splits)
         else:
-            groups = [indices] if config.steps_in_windows else _merged(schedule, indices)
+            groups = [indices] if has_windows else _merged(schedule, indices)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
     pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
-    calls = [Call(tuple(x), slots_of(config, STEPPED, x)) for x in pieces]
-    if config.steps_in_windows:
+    calls = [_call(config, STEPPED, x) for x in pieces]
+    if has_windows:
         return _gathering_at_the_end(calls, len(layout.buckets))
     indices_of = [tuple(piece.bucket_index for piece in call.pieces) for call in calls]
     is_sent = [entry.gathered_bytes > 0 for entry in schedule.buckets]
@@ -94,16 +95,19 @@ def average_calls(config: DistributedConfig, layout: Layout) -> list[Call]:
     groups = [[Piece(i, bucket) for i, bucket in enumerate(layout.buckets)]]
     if "ema" in config.on_host:
         groups = windows(layout, splits=True)
-    return [Call(tuple(x), slots_of(config, ("ema", "main_params"), x)) for x in groups if x]
+    return [_call(config, ("ema", "main_params"), x) for x in groups if x]
 
 
-def slots_of(
-    config: DistributedConfig, names: Sequence[str], pieces: Sequence[Piece]
-) -> dict[str, list[Slot]]:
-    """Where pieces are in these flat arrays; without arrays that have none of them."""
-    found = {name: [slot_of(config, name, piece.bucket) for piece in pieces] for name in names}
-    present = {name: [x for x in slots if x is not None] for name, slots in found.items()}
-    return {name: slots for name, slots in present.items() if slots}
+def slots_of(config: DistributedConfig, name: str, pieces: Sequence[Piece]) -> list[Slot]:
+    """Where pieces are in a field of the state; none without main parameters are in theirs."""
+    found = [slot_of(config, name, piece.bucket) for piece in pieces]
+    return [slot for slot in found if slot is not None]
+
+
+def _call(config: DistributedConfig, names: Sequence[str], pieces: Sequence[Piece]) -> Call:
+    """A call that takes those of some fields of the state in which its pieces are."""
+    slots = {name: slots_of(config, name, pieces) for name in names}
+    return Call(tuple(pieces), {name: found for name, found in slots.items() if found})
 
 
 def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
@@ -125,14 +129,14 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _as_gradients_come(windows: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:
+def _as_gradients_come(given: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:
     """Windows in the order in which all their gradients are known; ``order``: that of leaves."""
     place = {leaf: i for i, leaf in enumerate(order)}
 
     def last(window: Sequence[Piece]) -> int:
         return max(place.get(leaf, 0) for piece in window for leaf in piece.bucket.leaves)
 
-    return sorted(windows, key=last)
+    return sorted(given, key=last)
 
 
 def windows(

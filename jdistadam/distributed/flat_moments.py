@@ -1,7 +1,7 @@
-"""A moment of the flat state: floats, or codes and floats; decoded and encoded.
+"""The flat arrays of a state, and moments that are decoded and encoded.
 
-The codes of all coded leaves are one flat array, and the moments of all other leaves are another:
-``Bucket.moment_offset`` is the start of a bucket's shard in its array.
+A moment is one flat array of floats; or the codes of all coded leaves are one, and the moments of
+all other leaves are another. A ``Slot`` says in which array a bucket's shard is, and where.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import memory
-from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, aligned
@@ -57,10 +56,10 @@ class FlatCodes(NamedTuple):
     """A moment in "block8" or "block16", in place of a flat array of floats.
 
     Attributes:
-      codes: Shape (num_shards * coded_size,), uint8 or uint16, sharded.
-      scales: Shape (num_shards * coded_size / 128,), float32, sharded: one for each block.
-      floats: Shape (num_shards * uncoded_size,), float32, sharded: the moments of small leaves and
-        of those selected by ``float32_moments``.
+      codes: Flat, uint8 or uint16, sharded.
+      scales: Flat, float32, sharded: one for each block of 128 codes.
+      floats: Flat, float32, sharded: the moments of small leaves and of those selected by
+        ``float32_moments``.
     """
 
     codes: Any
@@ -73,32 +72,28 @@ def is_flat_codes(x: Any) -> bool:
     return isinstance(x, FlatCodes)
 
 
-def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
-    """Returns shapes and dtypes of one device's part of a moment, "mu" or "nu"."""
-    shape, codec = jax.ShapeDtypeStruct, algorithm.storage.codec_of(name)
-    if not codec.is_coded:
-        return shape((layout.flat_size,), codec.dtype)
-    return FlatCodes(
-        shape((layout.coded_size,), codec.dtype),
-        shape((codec.num_scales(layout.coded_size),), jnp.float32),
-        shape((layout.uncoded_size,), jnp.float32),
-    )
-
-
-def has_arrays(config: DistributedConfig) -> dict[str, bool]:
-    """Whether states have each of ``FLAT_ARRAYS``; main parameters, if any leaf has them."""
-    of_options = config.policy.main_params.is_stored, True, True, config.ema_decay is not None
-    return dict(zip(FLAT_ARRAYS, of_options, strict=True))
-
-
 def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
     shape, main = jax.ShapeDtypeStruct, config.policy.main_params.dtype
+
+    def type_of_moment(name: str) -> Any:
+        codec = config.algorithm.storage.codec_of(name)
+        if not codec.is_coded:
+            return shape((layout.flat_size,), codec.dtype)
+        coded = sum(aligned(x.shard_size) for x in layout.buckets if x.is_coded)
+        # Neither is zero, because shard_map takes no empty arrays.
+        coded, floats = (max(x, ALIGNMENT) for x in (coded, layout.flat_size - coded))
+        return FlatCodes(
+            shape((coded,), codec.dtype),
+            shape((codec.num_scales(coded),), jnp.float32),
+            shape((floats,), jnp.float32),
+        )
+
     return {
         "main_params": shape((layout.main_size,), main) if layout.main_size else None,
-        "mu": types_of_moment(config.algorithm, layout, "mu"),
-        "nu": types_of_moment(config.algorithm, layout, "nu"),
-        "ema": shape((layout.flat_size,), jnp.float32) if has_arrays(config)["ema"] else None,
+        "mu": type_of_moment("mu"),
+        "nu": type_of_moment("nu"),
+        "ema": None if config.ema_decay is None else shape((layout.flat_size,), jnp.float32),
     }
 
 
@@ -165,7 +160,7 @@ def decoded_shards(config: DistributedConfig, bucket: Bucket, name: str, moment:
       name: "mu" or "nu".
       moment: The moment.
     """
-    decode = _decoder(*_kind(config, bucket, name))
+    decode = _decoder(*_program_key(config, bucket, name))
     if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
         moment = jax.device_put(moment, config.state_sharding(name))
     return decode(moment, bucket.moment_offset // BLOCK)
@@ -183,11 +178,11 @@ def with_shards(
       moment: The moment.
       shards: As ``decoded_shards`` returns them.
     """
-    encode = _encoder(*_kind(config, bucket, name))
+    encode = _encoder(*_program_key(config, bucket, name))
     return encode(moment, bucket.moment_offset // BLOCK, shards)
 
 
-def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ...]:
+def _program_key(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ...]:
     num_blocks = -(-bucket.shard_size // BLOCK)
     return config.mesh, config.parallel.state_spec, name, bucket.is_coded, num_blocks
 

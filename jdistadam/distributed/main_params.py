@@ -85,7 +85,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
 
     def local(tree: Params, flat: jax.Array) -> jax.Array:
         for window in calls.windows(layout, splits=False):
-            for slots in calls.slots_of(config, ("main_params",), window).values():
+            if slots := calls.slots_of(config, "main_params", window):
                 new = main_shard(config, [x.bucket for x in window], jax.tree.leaves(tree))
                 flat = host_memory.put(flat, new, slots)
         return flat
@@ -187,4 +187,5 @@ def _differ_local(
             arrived = collectives.round_to(rounded, sent)
             equal |= have == arrived.astype(bucket.dtype)
         found.append(~jnp.all(equal))
-    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), parallel.all_axes) > 0
+    axes = parallel.data_axes + parallel.tensor_axes
+    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), axes) > 0

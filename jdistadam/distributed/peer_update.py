@@ -33,7 +33,7 @@ from jax import lax
 from jdistadam.core import collectives
 from jdistadam.core.trees import Grads
 from jdistadam.distributed.accumulate import local_grads
-from jdistadam.distributed.communication import keeps_shards_alone, places
+from jdistadam.distributed.communication import keeps_only_shards, places
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import STEPPED
 from jdistadam.distributed.layout import Bucket
@@ -134,7 +134,7 @@ def _spec(
         groups=tuple(bucket.group for bucket in buckets),
         flags=config.algorithm.hyper.flags,
         received=tuple(is_sent),
-        takes_shards=keeps_shards_alone(config.parallel),
+        takes_shards=keeps_only_shards(config.parallel),
     )
 
 

@@ -1,6 +1,6 @@
-"""The flat arrays of one device while kernels step them, wherever they are between steps.
+"""The flat arrays of one device while calls renew them, wherever they are between steps.
 
-A kernel call takes arrays in place, as whole flat arrays: slicing them in XLA would copy the state.
+A call takes arrays in place, as whole flat arrays: slicing them in XLA would copy the state.
 If some are in host memory, it takes windows of these that have arrived on the device; the store
 sends new values back.
 """

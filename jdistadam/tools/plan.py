@@ -15,7 +15,7 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.calls import average_calls, make_calls
-from jdistadam.distributed.communication import Communication, keeps_shards_alone
+from jdistadam.distributed.communication import Communication, keeps_only_shards
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import STEPPED, types_of_arrays
 from jdistadam.distributed.layout import Layout
@@ -223,7 +223,7 @@ def _buffers(
     if config.communication.is_peer:  # packs nothing else
         if entry.reduce[0].op == "collective-permute":
             yield "received contributions", entry.reduce[0].result_elements * sent
-            if keeps_shards_alone(config.parallel):
+            if keeps_only_shards(config.parallel):
                 yield "own contributions", inner * sent
         if config.takes_norm_first:
             yield "reduced gradients", inner * 4  # their norm is needed before the update
