@@ -110,10 +110,10 @@ class FlatAdam:
         placed = jax.tree.leaves(tx.param_shardings(params))
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
         named = zip(parts.leaves("params", params), placed, sent, strict=True)
-        alone = {i: Param(x.name, x.value, at, sent=to) for i, (x, at, to) in enumerate(named)}
+        rest = {i: Param(x.name, x.value, at, sent=to) for i, (x, at, to) in enumerate(named)}
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
-            mine = [alone.pop(i) for i in bucket.leaves]
+            mine = [rest.pop(i) for i in bucket.leaves]
             for param, place in zip(mine, self._form(bucket).places, strict=True):
                 param.exact_at = place
                 if bucket.has_main:
@@ -123,7 +123,7 @@ class FlatAdam:
                     like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
                     param.moments[part] = like
             self.units.append((bucket, mine))
-        self.units += [(None, [param]) for param in alone.values()]
+        self.units += [(None, [param]) for param in rest.values()]
 
     def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""

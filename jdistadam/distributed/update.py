@@ -19,7 +19,7 @@ from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import squares_request
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.state import DistributedState
-from jdistadam.distributed.store import FlatState, Store
+from jdistadam.distributed.store import Store, Taken
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import adam
 from jdistadam.kernels.operands import (
@@ -37,16 +37,16 @@ class ShardUpdate(NamedTuple):
     """The results of an update, over either transport.
 
     Attributes:
-      flat: The new state.
-      shards: New parameters of each bucket, for this device's part of the state; () over peers,
-        where ``flat`` has them in float32.
+      state: The state with new main parameters and moments.
+      shards: New parameters of each bucket, for this device's part of the state; None over peers,
+        where the state has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
       squares: The buckets of each kernel call over XLA, and sums of squares of their leaves, or
         None without norms.
     """
 
-    flat: FlatState
-    shards: Sequence[jax.Array]
+    state: DistributedState
+    shards: Sequence[Any]
     gathered: Sequence[jax.Array]
     squares: Sequence[tuple[Sequence[Bucket], Any]] = ()
 
@@ -85,7 +85,7 @@ def update_shards(
             gathered[i] = new
         taken = store.take(call)
         static, rounding = _rounding_of(config, layout, call, state)
-        spec, operands = _operands_of(config, call, grads, old, taken.arrays, taken.offsets, static)
+        spec, operands = _operands_of(config, call, grads, old, taken, static)
         request = squares_request(config, layout, call.buckets)
         results = adam(spec, scalars, operands.unfused(), rounding, request)
         squares.append((call.buckets, results.squares))
@@ -98,7 +98,7 @@ def update_shards(
         for i in call.gathers:
             shards[i] = packing.joined(buckets[i], parts[i])
             gathered[i] = _gathered(config.parallel, schedule.buckets[i], shards[i])
-    return ShardUpdate(store.whole(), shards, gathered, squares)
+    return ShardUpdate(store.state(), shards, gathered, squares)
 
 
 def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]) -> Any:
@@ -121,8 +121,7 @@ def _operands_of(
     call: Call,
     grads: Sequence[Any],
     old: Sequence[Any],
-    arrays: dict[str, Any],
-    offsets: dict[str, tuple[int, ...]],
+    taken: Taken,
     rounding: RoundingSpec | None,
 ) -> tuple[Spec, Operands]:
     """The static side and the operands of a kernel call."""
@@ -136,11 +135,12 @@ def _operands_of(
         flags=config.algorithm.hyper.flags,
         flat=frozenset(("mu", "nu")),
         sizes=tuple(bucket.shard_size for bucket in buckets),
-        offsets=offsets["main_params"],
-        mu_offsets=offsets["mu"],
-        nu_offsets=offsets["nu"],
+        offsets=taken.starts("main_params" if first.has_main else "mu"),
+        mu_offsets=taken.starts("mu"),
+        nu_offsets=taken.starts("nu"),
         rounding=rounding,
     )
+    arrays = taken.arrays
     operands = Operands(of_grads, of_params, (arrays["mu"],), (arrays["nu"],))
     main = (arrays.get("main_params"),)
     return keeping_main_params(
