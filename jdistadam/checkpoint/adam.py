@@ -26,7 +26,7 @@ from jdistadam.distributed import bucket_leaves, flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
-from jdistadam.kernels import sharded_quantized_adam
+from jdistadam.kernels import sharded_codes
 from jdistadam.training.placement import copy_to
 
 
@@ -76,7 +76,7 @@ class TreeAdam:
         """Stores the moment or the main parameter of a parameter."""
         like, (x,) = self._like(section, name), found
         if is_codes(like):
-            x = BlockCodes(*sharded_quantized_adam.encoded(section, codec_of(like), x))
+            x = BlockCodes(*sharded_codes.encoded(section, codec_of(like), x))
         new = jax.device_put(x, jax.tree.map(self._place, like))
         self._new[name.replace("params", section, 1)] = new
 
@@ -110,10 +110,10 @@ class FlatAdam:
         placed = jax.tree.leaves(tx.param_shardings(params))
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
         named = zip(parts.leaves("params", params), placed, sent, strict=True)
-        alone = {i: Param(x.name, x.value, at, sent=to) for i, (x, at, to) in enumerate(named)}
+        rest = {i: Param(x.name, x.value, at, sent=to) for i, (x, at, to) in enumerate(named)}
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
-            mine = [alone.pop(i) for i in bucket.leaves]
+            mine = [rest.pop(i) for i in bucket.leaves]
             for param, place in zip(mine, self._form(bucket).places, strict=True):
                 param.exact_at = place
                 if bucket.has_main:
@@ -123,7 +123,7 @@ class FlatAdam:
                     like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
                     param.moments[part] = like
             self.units.append((bucket, mine))
-        self.units += [(None, [param]) for param in alone.values()]
+        self.units += [(None, [param]) for param in rest.values()]
 
     def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""

@@ -22,7 +22,7 @@ from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import BLOCK, Codec
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
-from jdistadam.kernels import sharded_quantized_adam
+from jdistadam.kernels import sharded_codes
 from jdistadam.training.placement import copy_to
 
 Predicate = Callable[[str], bool]
@@ -235,7 +235,7 @@ def _made(param: Param, found: dict[str, list[jax.Array]], count: int) -> dict[s
         if section == "ema" and not arrays and exact is not None:
             arrays = [exact]  # a missing average begins with the parameter
         if len(arrays) > 1:  # codes and scales
-            arrays = [jax.block_until_ready(sharded_quantized_adam.decoded(section, *arrays))]
+            arrays = [jax.block_until_ready(sharded_codes.decoded(section, *arrays))]
         made[section] = None
         if arrays:
             made[section] = _put(_cast(arrays[0], moment.dtype), moment.sharding)

@@ -156,8 +156,8 @@ def _full_step(
         return tx.init, stepped
 
     result, new = inject(functions_of).update(grads, state, params, **extra_args)
-    numbers = [x._replace(inner_state=None) for x in (state, new)]
-    kept = trees.keep_if(is_skipped, *numbers)
+    outer = [x._replace(inner_state=None) for x in (state, new)]
+    kept = trees.keep_if(is_skipped, *outer)
     return result._replace(state=kept._replace(inner_state=result.state))
 
 

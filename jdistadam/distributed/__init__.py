@@ -27,14 +27,14 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
 ``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.
 ``verdict.py``            ``Verdict``: the norm, whether the step is skipped, the kernel's scalars.
-``calls.py``              ``Call``: what one kernel call steps, what it waits for, what is gathered
-                          after it.
+``calls.py``              ``Call``: what one kernel call steps, where that is in the flat arrays,
+                          what it waits for, what is gathered after it. Calls of the average.
 ``store.py``              ``Store``: the flat arrays during a step, wherever they are.
 ``update.py``             One kernel call after another, and gathers of new parameters.
 ``peer_update.py``        Sum, update and gathers over peer memory, in one or two kernels.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_moments.py``       A moment of the flat state: floats, or codes and floats.
+``flat_moments.py``       ``Slot``: in which flat array a shard is, and where. Moments in codes.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================

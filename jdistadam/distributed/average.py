@@ -18,26 +18,30 @@ from jdistadam.distributed import calls, flat_moments, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import find_state, map_state
+from jdistadam.distributed.state import DistributedState, find_state, map_state
+from jdistadam.distributed.store import Store
 
 
-def new_ema(config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any) -> Any:
+def new_ema(
+    config: DistributedConfig, buckets: Sequence[Bucket], params: Sequence[Any], main: Any
+) -> Any:
     """This device's average, initialized to the values of params; None without ``ema_decay``.
 
     Args:
       config: The configuration.
-      layout: The layout.
+      buckets: All buckets, or consecutive ones.
       params: Leaves of the params, as this device holds them.
-      main: This device's main parameters, the exact values of params; None: there are none.
+      main: This device's main parameters of the buckets, the exact values of params; None: there
+        are none.
     """
     if config.ema_decay is None:
         return None
     parallel = config.parallel
     shards = [
         packing.state_shard(parallel, b, params, jnp.float32 if main is None else b.dtype)
-        for b in layout.buckets
+        for b in buckets
     ]
-    flat = jnp.array(_exact_values(config, layout, shards, main))  # main is another array
+    flat = jnp.array(_exact_values(config, buckets, shards, main))  # main is another array
     return collectives.to_varying(flat, parallel.cut_axes)
 
 
@@ -74,7 +78,7 @@ def with_new_ema(
         ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
     else:
         new = compat.shard_map(
-            lambda tree, main: new_ema(config, layout, jax.tree.leaves(tree), main),
+            lambda tree, main: new_ema(config, layout.buckets, jax.tree.leaves(tree), main),
             mesh=config.mesh,
             in_specs=(specs, flat),
             out_specs=flat,
@@ -83,78 +87,39 @@ def with_new_ema(
     return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
-def next_ema(
+def with_next_ema(
     config: DistributedConfig,
     layout: Layout,
-    old: Any,
+    state: DistributedState,
     shards: Sequence[Any],
-    main: Any,
     is_skipped: jax.Array | None,
-    after: Sequence[Any] = (),
-) -> Any:
-    """This device's average after a step; None without ``ema_decay``.
+) -> DistributedState:
+    """Returns the state with its average moved towards the new parameters, if it has one.
 
     Args:
       config: The configuration.
       layout: The layout.
-      old: The average before the step.
-      shards: This device's new parameters of each bucket; not read if main has them in float32.
-      main: This device's new main parameters, or None.
+      state: The state with new main parameters and moments. Their windows have left the device
+        before those of the average arrive.
+      shards: This device's new parameters of each bucket; not read if ``state`` has them in
+        float32.
       is_skipped: Whether the step is skipped; None if it cannot be.
-      after: Arrays on which copies of an average in host memory depend, in addition.
     """
     if config.ema_decay is None:
-        return None
-    if "ema" in config.on_host:
-        return _next_in_windows(config, layout, old, shards, main, is_skipped, after)
-    return _moved(config, layout, old, shards, main, is_skipped)
-
-
-def _moved(
-    config: DistributedConfig,
-    layout: Layout,
-    old: Any,
-    shards: Sequence[Any],
-    main: Any,
-    is_skipped: jax.Array | None,
-) -> jax.Array:
-    """The average on the device, moved towards new parameters."""
-    assert config.ema_decay is not None
-    values = _exact_values(config, layout, shards, main)
-    # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average of a
-    # constant would drift.
-    new = old + jnp.float32(1 - config.ema_decay) * (values - old)
-    kept: jax.Array = trees.keep_if(is_skipped, old, new)
-    return kept
-
-
-def _next_in_windows(
-    config: DistributedConfig,
-    layout: Layout,
-    old: Any,
-    shards: Sequence[Any],
-    main: Any,
-    is_skipped: jax.Array | None,
-    after: Sequence[Any],
-) -> Any:
-    """``next_ema`` for an average in host memory: [Note: windows] in host_memory.py."""
-    windows = calls.windows(layout, splits=True)
-    moves_main = main is not None and "main_params" in config.on_host
-    arrays, lines = [], []
-    for window in windows:
-        has_main = moves_main and window.layout.main_size
-        arrays.append({"ema": old} | ({"main": main} if has_main else {}))
-        lines.append({k: host_memory.lines(x, window.buckets) for k, x in arrays[-1].items()})
-    stream = host_memory.Stream(arrays, lines, [*shards[:1], *after], config.state_buffer_bytes)
-    for window in windows:
-        taken = stream.take()
-        kept = taken.get("main")
-        if kept is None and main is not None and window.layout.main_size:
-            kept = host_memory.cut(main, window.buckets)
-        of_shards = [piece.of(shards[piece.bucket_index]) for piece in window.pieces]
-        new = _moved(config, window.layout, taken["ema"], of_shards, kept, is_skipped)
-        stream.put({"ema": new})
-    return stream.whole(0)["ema"] if windows else old
+        return state
+    moves = calls.average_calls(config, layout)
+    updated = jax.tree.leaves([getattr(state, name) for name in flat_moments.STEPPED])
+    store = Store(config, state, moves, shards, after=updated)
+    for call in moves:
+        taken = store.take(call)
+        before, main = taken.arrays["ema"], taken.part("main_params")
+        new = [piece.of(shards[piece.bucket_index]) for piece in call.pieces]
+        values = _exact_values(config, call.buckets, new, main)
+        # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average
+        # of a constant would drift.
+        moved = before + jnp.float32(1 - config.ema_decay) * (values - before)
+        store.put(call, {"ema": trees.keep_if(is_skipped, before, moved)})
+    return store.state()
 
 
 def _new_in_windows(
@@ -162,28 +127,31 @@ def _new_in_windows(
 ) -> Any:
     """``new_ema`` written into a flat array on the host."""
     for window in calls.windows(layout, splits=False):
-        has_main = main is not None and window.layout.main_size
-        kept = host_memory.cut(main, window.buckets) if has_main else None
-        new = new_ema(config, window.layout, params, kept)
-        flat = host_memory.put(flat, new, window.buckets)
+        of_main = calls.slots_of(config, "main_params", window)
+        kept = host_memory.cut(main, of_main) if of_main and main is not None else None
+        new = new_ema(config, [piece.bucket for piece in window], params, kept)
+        flat = host_memory.put(flat, new, calls.slots_of(config, "ema", window))
     return flat
 
 
 def _exact_values(
-    config: DistributedConfig, layout: Layout, shards: Sequence[Any], main: Any
+    config: DistributedConfig, buckets: Sequence[Bucket], shards: Sequence[Any], main: Any
 ) -> jax.Array:
-    """The exact parameters in float32, at the positions of the flat moments."""
+    """The exact parameters of consecutive buckets in float32, at the positions of their moments.
+
+    ``main``: their main parameters, from the first bucket on; None: there are none.
+    """
     kind = config.policy.main_params
-    is_kept = main is not None
-    if is_kept and kind == FLOAT32 and layout.main_size == layout.flat_size:
+    if main is not None and kind == FLOAT32 and all(bucket.has_main for bucket in buckets):
         return main
     parts = []
-    for bucket, shard in zip(layout.buckets, shards, strict=True):
-        if is_kept and bucket.has_main:
-            end = bucket.offset + bucket.shard_size
-            shard = kind.join(shard, main[bucket.offset : end].reshape(bucket.shard_shape), jnp)
+    for bucket, shard in zip(buckets, shards, strict=True):
+        if main is not None and bucket.has_main:
+            start = bucket.offset - buckets[0].offset
+            kept = main[start : start + bucket.shard_size].reshape(bucket.shard_shape)
+            shard = kind.join(shard, kept, jnp)
         parts.append(shard.astype(jnp.float32))
-    return packing.flat_of(layout, parts, jnp.float32)
+    return packing.flat_of(buckets, parts, jnp.float32)
 
 
 def averaged_leaves(
@@ -276,5 +244,5 @@ def _is_average_local(
         moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
         size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
         found.append(jnp.stack([others, moved, size]))
-    total = collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), parallel.all_axes)
-    return tuple(total)
+    axes = parallel.data_axes + parallel.tensor_axes
+    return tuple(collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), axes))

@@ -1,4 +1,4 @@
-"""The kernel calls of a step, decided before any of them is made.
+"""The calls of a step, of the kernel and then for the average, decided before any of them is made.
 
 A call steps *pieces*: buckets, or parts of one. What decides the calls:
 
@@ -15,11 +15,11 @@ A call steps *pieces*: buckets, or parts of one. What decides the calls:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import STEPPED, Slot, slot_of
 from jdistadam.distributed.layout import Bucket, Layout, aligned
 from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.schedule import MERGED_BYTES, Schedule
@@ -30,17 +30,17 @@ WINDOW = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One kernel call.
+    """One call of the kernel, or of what moves the average.
 
     Attributes:
       pieces: What it steps.
-      on_host: The arrays of its buckets that are in host memory between steps.
+      slots: By field of the state, where its pieces are in the flat array that it takes.
       waits_for: Buckets whose gathered parameters must have arrived before it starts.
       gathers: Buckets whose new parameters are complete, and are gathered, when it ends.
     """
 
     pieces: tuple[Piece, ...]
-    on_host: tuple[str, ...]
+    slots: dict[str, list[Slot]]
     waits_for: tuple[int, ...] = ()
     gathers: tuple[int, ...] = ()
 
@@ -53,7 +53,7 @@ class Call:
 def make_calls(
     config: DistributedConfig, schedule: Schedule, grad_dtypes: Sequence[Any]
 ) -> list[Call]:
-    """Returns the calls of a step, in order.
+    """Returns the calls of the kernel, in order.
 
     Args:
       config: The configuration.
@@ -64,18 +64,20 @@ def make_calls(
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded)
         of_kind.setdefault(kind, []).append(i)
+    has_windows = config.updates_early or config.steps_on_host
     in_windows, whole = list[list[Piece]](), list[list[Piece]]()
     for indices in of_kind.values():
-        is_on_host = bool(config.arrays_on_host(layout.buckets[indices[0]]))
+        first = Piece(indices[0], layout.buckets[indices[0]])
+        is_on_host = any(name in config.on_host for name in _call(config, STEPPED, [first]).slots)
         if is_on_host or config.updates_early:
             splits = is_on_host and config.norms is None  # whose sums are of the whole shard
-            in_windows += _in_windows(layout, indices, splits=splits)
+            in_windows += windows(layout, indices, splits=splits)
         else:
-            groups = [indices] if config.steps_in_windows else _merged(schedule, indices)
+            groups = [indices] if has_windows else _merged(schedule, indices)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
     pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
-    calls = [Call(tuple(x), config.arrays_on_host(x[0].bucket)) for x in pieces]
-    if config.steps_in_windows:
+    calls = [_call(config, STEPPED, x) for x in pieces]
+    if has_windows:
         return _gathering_at_the_end(calls, len(layout.buckets))
     indices_of = [tuple(piece.bucket_index for piece in call.pieces) for call in calls]
     is_sent = [entry.gathered_bytes > 0 for entry in schedule.buckets]
@@ -84,6 +86,28 @@ def make_calls(
         dataclasses.replace(call, waits_for=waits[k], gathers=indices_of[k])
         for k, call in enumerate(calls)
     ]
+
+
+def average_calls(config: DistributedConfig, layout: Layout) -> list[Call]:
+    """Returns the calls that move the average: one, or for one in host memory, one per window."""
+    if config.ema_decay is None:
+        return []
+    groups = [[Piece(i, bucket) for i, bucket in enumerate(layout.buckets)]]
+    if "ema" in config.on_host:
+        groups = windows(layout, splits=True)
+    return [_call(config, ("ema", "main_params"), x) for x in groups if x]
+
+
+def slots_of(config: DistributedConfig, name: str, pieces: Sequence[Piece]) -> list[Slot]:
+    """Where pieces are in a field of the state; none without main parameters are in theirs."""
+    found = [slot_of(config, name, piece.bucket) for piece in pieces]
+    return [slot for slot in found if slot is not None]
+
+
+def _call(config: DistributedConfig, names: Sequence[str], pieces: Sequence[Piece]) -> Call:
+    """A call that takes those of some fields of the state in which its pieces are."""
+    slots = {name: slots_of(config, name, pieces) for name in names}
+    return Call(tuple(pieces), {name: found for name, found in slots.items() if found})
 
 
 def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
@@ -105,28 +129,30 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _as_gradients_come(windows: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:
+def _as_gradients_come(given: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:
     """Windows in the order in which all their gradients are known; ``order``: that of leaves."""
     place = {leaf: i for i, leaf in enumerate(order)}
 
     def last(window: Sequence[Piece]) -> int:
         return max(place.get(leaf, 0) for piece in window for leaf in piece.bucket.leaves)
 
-    return sorted(windows, key=last)
+    return sorted(given, key=last)
 
 
-def _in_windows(layout: Layout, indices: Sequence[int], *, splits: bool) -> list[list[Piece]]:
+def windows(
+    layout: Layout, indices: Sequence[int] | None = None, *, splits: bool
+) -> list[list[Piece]]:
     """Splits buckets, in order, into windows that do not overlap.
 
     Either all buckets of a window have main parameters, or none.
 
     Args:
       layout: The layout.
-      indices: Indices of buckets.
+      indices: Indices of buckets; None: of all.
       splits: Whether to split a bucket of a single leaf that is larger than a window.
     """
     found: list[list[Piece]] = []
-    for i in indices:
+    for i in range(len(layout.buckets)) if indices is None else indices:
         for piece in _pieces(layout, i, splits):
             if not (found and _may_join(found[-1], piece)):
                 found.append([])
@@ -161,56 +187,6 @@ def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
         )
         found.append(Piece(index, part, start))
     return found
-
-
-class Window(NamedTuple):
-    """A window: pieces with positions in the flat arrays, and a layout with those in the window.
-
-    Of the sizes of its layout only ``flat_size`` and ``main_size`` are its own.
-    """
-
-    pieces: list[Piece]
-    layout: Layout
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets of the pieces."""
-        return [piece.bucket for piece in self.pieces]
-
-
-def windows(layout: Layout, *, splits: bool, kinds: Sequence[Any] | None = None) -> list[Window]:
-    """The windows of all buckets of a layout, those of each kind apart.
-
-    For what is done outside of kernel calls, and for ``plan``.
-    """
-    found, of_kind = [], dict[Any, list[int]]()
-    for i in range(len(layout.buckets)):
-        of_kind.setdefault(kinds and kinds[i], []).append(i)
-    for pieces in itertools.chain(
-        *(_in_windows(layout, x, splits=splits) for x in of_kind.values())
-    ):
-        buckets = [piece.bucket for piece in pieces]
-        own = dataclasses.replace(
-            layout,
-            buckets=tuple(within(buckets)),
-            flat_size=_size(buckets),
-            main_size=_size(buckets) if buckets[0].has_main else 0,
-        )
-        found.append(Window(pieces, own))
-    return found
-
-
-def within(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Returns buckets with positions relative to a window that begins with the first."""
-    first = buckets[0]
-    return [
-        dataclasses.replace(
-            bucket,
-            offset=bucket.offset - first.offset,
-            moment_offset=bucket.moment_offset - first.moment_offset,
-        )
-        for bucket in buckets
-    ]
 
 
 def _size(buckets: Sequence[Bucket]) -> int:

@@ -135,10 +135,10 @@ def check_predicate(name: str, predicate: Any) -> None:
         )
 
 
-def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool = False) -> None:
+def check_inside(parallel: DataParallel, function: str, *, over_data_only: bool = False) -> None:
     """Raises MeshError unless called inside a shard_map over all axes, or over the data axes."""
     axes = parallel.shard_axes + parallel.replica_axes
-    axes += () if over_data_alone else parallel.tensor_axes
+    axes += () if over_data_only else parallel.tensor_axes
     if missing := collectives.unbound(axes):
         raise MeshError(
             f"{function}: called outside of jax.shard_map: "

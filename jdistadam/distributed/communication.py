@@ -122,7 +122,7 @@ def choose_communication(
     return Communication("xla", reasons[0])
 
 
-def keeps_shards_alone(parallel: DataParallel) -> bool:
+def keeps_only_shards(parallel: DataParallel) -> bool:
     """Whether a device keeps only its own shard of gradients sent ahead: [Note: sent ahead]."""
     return parallel.num_devices > 2
 

@@ -21,7 +21,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
-from jdistadam.distributed.layout import Bucket, Layout, Leaf, arrays_of, make_layout
+from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
@@ -59,18 +59,9 @@ class DistributedConfig:
     early_updates: bool | None = None
 
     @property
-    def steps_in_windows(self) -> bool:
-        """Whether a step may update windows of the state: calls.py."""
-        return self.updates_early or self.steps_on_host
-
-    @property
     def steps_on_host(self) -> bool:
         """Whether arrays that a kernel steps are in host memory: all but the average."""
         return any(name != "ema" for name in self.on_host)
-
-    def arrays_on_host(self, bucket: Bucket) -> tuple[str, ...]:
-        """Returns the arrays of a bucket that a step updates, and that are in host memory."""
-        return tuple(name for name in arrays_of(bucket) if name in self.on_host)
 
     def state_sharding(self, name: str) -> NamedSharding:
         """The sharding of a flat array of the state, one of ``FLAT_ARRAYS``."""
@@ -107,21 +98,6 @@ class DistributedConfig:
     def has_model_axes(self) -> bool:
         """Whether ``train_step`` leaves axes of the mesh to XLA: see [Note: model axes]."""
         return bool(self.parallel.tensor_axes) and self.given_param_specs is not None
-
-    @property
-    def numbers(self) -> Any:
-        """Hyperparameters that are arrays, as ``inject_hyperparams`` makes them: a tree."""
-        clip = self.max_grad_norm
-        return self.algorithm.numbers, clip if isinstance(clip, jax.Array) else None
-
-    def with_numbers(self, numbers: Any) -> DistributedConfig:
-        """Returns a copy with other arrays in place of ``numbers``."""
-        of_algorithm, clip = numbers
-        return dataclasses.replace(
-            self,
-            algorithm=self.algorithm.with_numbers(of_algorithm),
-            max_grad_norm=self.max_grad_norm if clip is None else clip,
-        )
 
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the unsharded params on one device, for global params."""

@@ -1,7 +1,7 @@
-"""A moment of the flat state: floats, or codes and floats; decoded and encoded.
+"""The flat arrays of a state, and moments that are decoded and encoded.
 
-The codes of all coded leaves are one flat array, and the moments of all other leaves are another:
-``Bucket.moment_offset`` is the start of a bucket's shard in its array.
+A moment is one flat array of floats; or the codes of all coded leaves are one, and the moments of
+all other leaves are another. A ``Slot`` says in which array a bucket's shard is, and where.
 """
 
 from __future__ import annotations
@@ -17,23 +17,49 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import memory
-from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout
+from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, aligned
 
-FLAT_ARRAYS = ("main_params", "mu", "nu", "ema")
-"""The fields of a state that are flat arrays; all others are small."""
+STEPPED = ("main_params", "mu", "nu")
+FLAT_ARRAYS = (*STEPPED, "ema")
+"""The fields of a state that are flat arrays, first those that a kernel steps; others are small."""
+
+
+class Slot(NamedTuple):
+    """Where a device's shard of a bucket, or a part of one, is in a flat array.
+
+    Attributes:
+      array: The array: a field of the state, or "mu.codes", which has the scales too, "mu.floats",
+        "nu.codes" or "nu.floats".
+      start: Its first element.
+      size: Elements, up to the next slot.
+    """
+
+    array: str
+    start: int
+    size: int
+
+
+def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None:
+    """Returns the slot of a bucket in a field of the state; None: it has no main parameters."""
+    size = aligned(bucket.shard_size)
+    if name == "main_params" and not bucket.has_main:
+        return None
+    if name in ("mu", "nu") and config.algorithm.storage.codec_of(name).is_coded:
+        part = "codes" if bucket.is_coded else "floats"
+        return Slot(f"{name}.{part}", bucket.moment_offset, size)
+    return Slot(name, bucket.offset, size)
 
 
 class FlatCodes(NamedTuple):
     """A moment in "block8" or "block16", in place of a flat array of floats.
 
     Attributes:
-      codes: Shape (num_shards * coded_size,), uint8 or uint16, sharded.
-      scales: Shape (num_shards * coded_size / 128,), float32, sharded: one for each block.
-      floats: Shape (num_shards * uncoded_size,), float32, sharded: the moments of small leaves and
-        of those selected by ``float32_moments``.
+      codes: Flat, uint8 or uint16, sharded.
+      scales: Flat, float32, sharded: one for each block of 128 codes.
+      floats: Flat, float32, sharded: the moments of small leaves and of those selected by
+        ``float32_moments``.
     """
 
     codes: Any
@@ -46,39 +72,29 @@ def is_flat_codes(x: Any) -> bool:
     return isinstance(x, FlatCodes)
 
 
-def types_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> Any:
-    """Returns shapes and dtypes of one device's part of a moment, "mu" or "nu"."""
-    shape, codec = jax.ShapeDtypeStruct, algorithm.storage.codec_of(name)
-    if not codec.is_coded:
-        return shape((layout.flat_size,), codec.dtype)
-    return FlatCodes(
-        shape((layout.coded_size,), codec.dtype),
-        shape((codec.num_scales(layout.coded_size),), jnp.float32),
-        shape((layout.uncoded_size,), jnp.float32),
-    )
-
-
-def has_arrays(config: DistributedConfig) -> dict[str, bool]:
-    """Whether states have each of ``FLAT_ARRAYS``; main parameters, if any leaf has them."""
-    of_options = config.policy.main_params.is_stored, True, True, config.ema_decay is not None
-    return dict(zip(FLAT_ARRAYS, of_options, strict=True))
-
-
 def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
     shape, main = jax.ShapeDtypeStruct, config.policy.main_params.dtype
+
+    def type_of_moment(name: str) -> Any:
+        codec = config.algorithm.storage.codec_of(name)
+        if not codec.is_coded:
+            return shape((layout.flat_size,), codec.dtype)
+        coded = sum(aligned(x.shard_size) for x in layout.buckets if x.is_coded)
+        # Neither is zero, because shard_map takes no empty arrays.
+        coded, floats = (max(x, ALIGNMENT) for x in (coded, layout.flat_size - coded))
+        return FlatCodes(
+            shape((coded,), codec.dtype),
+            shape((codec.num_scales(coded),), jnp.float32),
+            shape((floats,), jnp.float32),
+        )
+
     return {
         "main_params": shape((layout.main_size,), main) if layout.main_size else None,
-        "mu": types_of_moment(config.algorithm, layout, "mu"),
-        "nu": types_of_moment(config.algorithm, layout, "nu"),
-        "ema": shape((layout.flat_size,), jnp.float32) if has_arrays(config)["ema"] else None,
+        "mu": type_of_moment("mu"),
+        "nu": type_of_moment("nu"),
+        "ema": None if config.ema_decay is None else shape((layout.flat_size,), jnp.float32),
     }
-
-
-def bytes_of_moment(algorithm: Algorithm, layout: Layout, name: str) -> int:
-    """Returns the bytes of one device's part of a moment."""
-    types = jax.tree.leaves(types_of_moment(algorithm, layout, name))
-    return sum(x.size * x.dtype.itemsize for x in types)
 
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
@@ -88,25 +104,23 @@ def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
     return lines[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
-def offset_of(moment: Any, bucket: Bucket) -> int:
-    """Returns the start of a bucket's shard in the array that holds its moment."""
-    is_coded = is_flat_codes(moment)
-    return bucket.moment_offset if is_coded else bucket.offset
+def arrays_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arrays of some fields of a state under the names that slots have for them."""
+    arrays = dict[str, Any]()
+    for name, x in fields.items():
+        if is_flat_codes(x):
+            arrays |= {f"{name}.codes": BlockCodes(x.codes, x.scales), f"{name}.floats": x.floats}
+        else:
+            arrays[name] = x
+    return arrays
 
 
-def operand_of(moment: Any, bucket: Bucket) -> Any:
-    """Returns the flat array of a bucket's moment or main parameters, as the kernel takes it."""
-    if not is_flat_codes(moment):
-        return moment
-    return BlockCodes(moment.codes, moment.scales) if bucket.is_coded else moment.floats
-
-
-def with_result(moment: Any, bucket: Bucket, new: Any) -> Any:
-    """Returns a moment with the array of ``operand_of`` replaced."""
-    if not is_flat_codes(moment):
-        return new
-    fields = dict(codes=new.codes, scales=new.scales) if bucket.is_coded else dict(floats=new)
-    return moment._replace(**fields)
+def field_of(arrays: dict[str, Any], name: str) -> Any:
+    """Returns a field of a state; the inverse of ``arrays_of``."""
+    if name in arrays:
+        return arrays[name]
+    codes, scales = arrays[f"{name}.codes"]
+    return FlatCodes(codes, scales, arrays[f"{name}.floats"])
 
 
 # Decodes and encodes moments: one bucket's shards at a time, outside of shard_map.
@@ -146,7 +160,7 @@ def decoded_shards(config: DistributedConfig, bucket: Bucket, name: str, moment:
       name: "mu" or "nu".
       moment: The moment.
     """
-    decode = _decoder(*_kind(config, bucket, name))
+    decode = _decoder(*_program_key(config, bucket, name))
     if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
         moment = jax.device_put(moment, config.state_sharding(name))
     return decode(moment, bucket.moment_offset // BLOCK)
@@ -164,11 +178,11 @@ def with_shards(
       moment: The moment.
       shards: As ``decoded_shards`` returns them.
     """
-    encode = _encoder(*_kind(config, bucket, name))
+    encode = _encoder(*_program_key(config, bucket, name))
     return encode(moment, bucket.moment_offset // BLOCK, shards)
 
 
-def _kind(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ...]:
+def _program_key(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ...]:
     num_blocks = -(-bucket.shard_size // BLOCK)
     return config.mesh, config.parallel.state_spec, name, bucket.is_coded, num_blocks
 

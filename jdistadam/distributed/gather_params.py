@@ -70,7 +70,7 @@ def local_params(params: Params, tx: DistributedTransformation) -> Any:
     """
     check_distributed(tx)
     config, axes = tx.config, tx.config.parallel.data_axes
-    check_inside(config.parallel, "local_params", over_data_alone=True)
+    check_inside(config.parallel, "local_params", over_data_only=True)
     if config.parallel.shards_params and not any(map(is_shard, leaves_of(params))):
         params = _with_shards(config, tx.schedule("local_params", params), params)
     return jax.tree.map(lambda x: collectives.to_varying(x, axes), params)
@@ -174,13 +174,13 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
       MeshError: Called outside shard_map, or with all params before ``local_params``.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "gather_params", over_data_alone=True)
+    check_inside(tx.config.parallel, "gather_params", over_data_only=True)
     is_in_loss = _weight_in_loss.value is not None  # in train_step, which marks all shards
     if tx.config.parallel.shards_params and not is_in_loss:
         refuse_unmarked(tx.bound, shards)
 
     def gathered(x: Any) -> Any:
-        return _gathered(tx.config, x) if is_shard(x) and not x.is_stack else x
+        return _gathered_shard(tx.config, x) if is_shard(x) and not x.is_stack else x
 
     trees.check_numbers(after, name="after")
     after = [jnp.asarray(x) for x in jax.tree.leaves(after)]
@@ -215,7 +215,7 @@ def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
     for i, known in enumerate(tx.bound.layout.leaves):
         stays = may_stay and (known.in_model or known.is_stacked)
         if is_shard(leaves[i]) and not stays:
-            leaves[i] = _gathered(tx.config, leaves[i])
+            leaves[i] = _gathered_shard(tx.config, leaves[i])
     return tx.bound.treedef.unflatten(leaves)
 
 
@@ -280,7 +280,7 @@ _GATHERED_AGAIN = frozenset(
 )
 
 
-def _gathered(config: DistributedConfig, shard: Shard) -> jax.Array:
+def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     """Gathers one leaf, or one layer of a stacked one."""
     parallel = config.parallel
     dim = len(shard.shape) + shard.dim

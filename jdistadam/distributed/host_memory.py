@@ -24,8 +24,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, offset_of, operand_of
-from jdistadam.distributed.layout import Bucket, aligned
+from jdistadam.distributed.flat_moments import FLAT_ARRAYS, Slot
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
 from jdistadam.kernels.host_copy import Lines
@@ -78,25 +77,26 @@ def bytes_at_once(sizes: Sequence[int], max_bytes: float) -> int:
     return largest * min(len(sizes), num_windows(max_bytes, largest))
 
 
-def cut(x: Any, buckets: Sequence[Bucket]) -> jax.Array:
-    """The buckets' part of a flat array in either memory, on the device."""
-    return memory.cut_lines(x, *lines(x, buckets))
+def cut(x: Any, slots: Sequence[Slot]) -> jax.Array:
+    """The part of a flat array in either memory that has these slots, on the device."""
+    return memory.cut_lines(x, *lines(x, slots))
 
 
-def put(x: Any, part: Any, buckets: Sequence[Bucket]) -> jax.Array:
+def put(x: Any, part: Any, slots: Sequence[Slot]) -> jax.Array:
     """Returns a flat host array with the part of ``cut`` replaced."""
-    first, _, width = lines(x, buckets)
+    first, _, width = lines(x, slots)
     return memory.put_lines(memory.to_host(x), part, first, width)
 
 
-def lines(flat: Any, buckets: Sequence[Bucket]) -> Any:
-    """The window of some buckets in a flat array of a state: a tree of ``Lines``."""
-    first, last = buckets[0], buckets[-1]
-    operand, start = operand_of(flat, first), offset_of(flat, first)
-    widths = BlockCodes(BLOCK, 1) if is_codes(operand) else BLOCK
-    size = offset_of(flat, last) + aligned(last.shard_size) - start
-    window = start // BLOCK, size // BLOCK
-    return jax.tree.map(lambda _, width: Lines(*window, width), operand, widths)
+def lines(x: Any, slots: Sequence[Slot]) -> Any:
+    """The window of a flat array that has these slots: ``Lines``, of codes and scales for both."""
+    start, end = slots[0].start, slots[-1].start + slots[-1].size
+    window = start // BLOCK, (end - start) // BLOCK
+    return (
+        BlockCodes(Lines(*window, BLOCK), Lines(*window, 1))
+        if is_codes(x)
+        else Lines(*window, BLOCK)
+    )
 
 
 class Stream:
@@ -121,15 +121,15 @@ class Stream:
         for tree, parts in zip(arrays, lines, strict=True):
             named = _by_path(tree)
             self._arrays |= named
-            leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Lines))
-            self._windows.append(dict(zip(named, leaves, strict=True)))
+            self._windows.append(dict(zip(named, _leaves(parts), strict=True)))
         self._arrays = {name: memory.to_host(x) for name, x in self._arrays.items()}
         self._after = list(after)
         self._arriving: list[list[Any]] = []
         self._leaving: list[tuple[int, list[Any]]] = []
         self._put: set[str] = set()  # arrays that any window has put
         self._num_taken = 0
-        count = num_windows(max_bytes, max(map(self._nbytes, self._windows), default=0))
+        sizes = [nbytes(tree, parts) for tree, parts in zip(arrays, lines, strict=True)]
+        count = num_windows(max_bytes, max(sizes, default=0))
         self._num_behind = count // 2
         self._num_ahead = count - self._num_behind
         for i in range(min(self._num_ahead, len(self._windows))):
@@ -162,12 +162,6 @@ class Stream:
         """Returns the tree of arrays of window i, with all new values."""
         return jax.tree.unflatten(self._trees[i], [self._arrays[x] for x in self._windows[i]])
 
-    def _nbytes(self, window: dict[str, Lines]) -> int:
-        return sum(
-            lines.num_lines * lines.width * self._arrays[name].dtype.itemsize
-            for name, lines in window.items()
-        )
-
     def _start(self, i: int) -> None:
         """Starts to copy a window to the device."""
         if i < len(self._windows):
@@ -184,6 +178,16 @@ class Stream:
         for name in names:
             (host,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
             self._arrays[name], after = host, [host]
+
+
+def nbytes(arrays: Any, lines: Any) -> int:
+    """The bytes of a window: its trees of flat arrays and of ``Lines``."""
+    pairs = zip(jax.tree.leaves(arrays), _leaves(lines), strict=True)
+    return sum(x.dtype.itemsize * part.num_lines * part.width for x, part in pairs)
+
+
+def _leaves(lines: Any) -> list[Lines]:
+    return jax.tree.leaves(lines, is_leaf=lambda x: isinstance(x, Lines))
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ is the sequence of the flat arrays of all devices.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -127,10 +128,8 @@ class Bucket:
 
     def starts(self, sizes: Iterable[int]) -> list[int]:
         """The start of leaves of these sizes, if packed, and the end of the last one."""
-        return list(itertools.accumulate(map(self._in_units, sizes), initial=0))
-
-    def _in_units(self, size: int) -> int:
-        return -(-size // self.leaf_alignment) * self.leaf_alignment
+        padded = (-(-size // self.leaf_alignment) * self.leaf_alignment for size in sizes)
+        return list(itertools.accumulate(padded, initial=0))
 
     @property
     def cut_dim(self) -> int:
@@ -144,33 +143,29 @@ class Bucket:
         return leaf
 
 
-def arrays_of(bucket: Bucket) -> tuple[str, ...]:
-    """Returns the flat arrays of a state that a step updates for a bucket."""
-    return ("mu", "nu", "main_params") if bucket.has_main else ("mu", "nu")
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """All buckets and the sizes of a device's flat arrays.
+    """All buckets, and the sizes of a device's flat arrays that follow from them.
 
     Attributes:
       num_shards: Number of devices that share the state.
       leaves: The parameters.
-      buckets: The buckets, in their order in the flat arrays.
-      flat_size: Elements of a device's mu and nu. Leaves without elements are in no bucket.
-      main_size: Elements of a device's main parameters.
-      coded_size: Elements of a moment in codes.
-      uncoded_size: Elements of the same moment without codes. Neither is ever zero, because
-        shard_map takes no empty arrays.
+      buckets: The buckets, in their order in the flat arrays. Leaves without elements are in none.
     """
 
     num_shards: int
     leaves: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
-    flat_size: int
-    main_size: int
-    coded_size: int = ALIGNMENT
-    uncoded_size: int = ALIGNMENT
+
+    @property
+    def flat_size(self) -> int:
+        """Elements of a device's mu and nu in floats."""
+        return sum(aligned(bucket.shard_size) for bucket in self.buckets)
+
+    @property
+    def main_size(self) -> int:
+        """Elements of a device's main parameters."""
+        return sum(aligned(bucket.shard_size) for bucket in self.buckets if bucket.has_main)
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every leaf of unsharded params."""
@@ -238,38 +233,21 @@ def make_layout(
     members = _members(leaves, num_shards, bucket_bytes, packs, leaf_alignment)
     # Those with main parameters first, because the flat array of main parameters is shorter.
     has_main = [keeps_main(leaves[m.leaves[0]].dtype, not m.is_packed) for m in members]
-    layout = Layout(num_shards, tuple(leaves), (), 0, 0, 0, 0)
+    buckets, ends = list[Bucket](), collections.Counter[str]()
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
         bucket = _bucket(leaves, members[i], num_shards, num_inner_shards, leaf_alignment)
+        kind = "coded" if bucket.is_coded else "uncoded"
         bucket = dataclasses.replace(
             bucket,
-            offset=layout.flat_size,
-            moment_offset=layout.coded_size if bucket.is_coded else layout.uncoded_size,
+            offset=ends["all"],
+            moment_offset=ends[kind],
             has_main=has_main[i],
             is_sharded_param=shards_params and not bucket.is_packed,
             num_layers=bucket.num_layers if gathers_layers else None,
         )
-        layout = _with_bucket(layout, bucket)
-    return _without_empty(layout)
-
-
-def _with_bucket(layout: Layout, bucket: Bucket) -> Layout:
-    """A layout with a bucket at its end."""
-    size = aligned(bucket.shard_size)
-    return dataclasses.replace(
-        layout,
-        buckets=(*layout.buckets, bucket),
-        flat_size=layout.flat_size + size,
-        main_size=layout.main_size + size * bucket.has_main,
-        coded_size=layout.coded_size + size * bucket.is_coded,
-        uncoded_size=layout.uncoded_size + size * (not bucket.is_coded),
-    )
-
-
-def _without_empty(layout: Layout) -> Layout:
-    """A layout whose arrays with and without codes have elements."""
-    sizes = max(layout.coded_size, ALIGNMENT), max(layout.uncoded_size, ALIGNMENT)
-    return dataclasses.replace(layout, coded_size=sizes[0], uncoded_size=sizes[1])
+        buckets.append(bucket)
+        ends.update(dict.fromkeys(("all", kind), aligned(bucket.shard_size)))
+    return Layout(num_shards, tuple(leaves), tuple(buckets))
 
 
 class _Members(NamedTuple):

@@ -23,15 +23,13 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state, map_state
 
 
-def main_shard(config: DistributedConfig, layout: Layout, params: Sequence[Any]) -> jax.Array:
-    """This device's flat array of main parameters, with the values of ``params``."""
-    shards = [
-        packing.state_shard(config.parallel, bucket, params, jnp.float32)
-        if bucket.has_main
-        else None
-        for bucket in layout.buckets
-    ]
-    flat = packing.flat_of(layout, shards, jnp.float32, main=True)
+def main_shard(
+    config: DistributedConfig, buckets: Sequence[Bucket], params: Sequence[Any]
+) -> jax.Array:
+    """This device's main parameters of consecutive buckets, with the values of ``params``."""
+    buckets = [bucket for bucket in buckets if bucket.has_main]
+    shards = [packing.state_shard(config.parallel, x, params, jnp.float32) for x in buckets]
+    flat = packing.flat_of(buckets, shards, jnp.float32)
     # Varying, as shards are, for the type checker of shard_map.
     flat = collectives.to_varying(flat, config.parallel.cut_axes)
     _, stored = config.policy.main_params.split(flat, jnp.bfloat16, jnp)
@@ -60,7 +58,7 @@ def with_main_params(
         flat = _new_by_buckets(config, layout, main)
     elif layout.main_size:
         shard = compat.shard_map(
-            lambda tree: main_shard(config, layout, jax.tree.leaves(tree)),
+            lambda tree: main_shard(config, layout.buckets, jax.tree.leaves(tree)),
             mesh=config.mesh,
             in_specs=(specs,),
             out_specs=config.parallel.state_spec,
@@ -86,10 +84,10 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
     """Main parameters of global arrays in host memory, made there window by window."""
 
     def local(tree: Params, flat: jax.Array) -> jax.Array:
-        for part in calls.windows(layout, splits=False):
-            if part.layout.main_size:
-                new = main_shard(config, part.layout, jax.tree.leaves(tree))
-                flat = host_memory.put(flat, new, part.buckets)
+        for window in calls.windows(layout, splits=False):
+            if slots := calls.slots_of(config, "main_params", window):
+                new = main_shard(config, [x.bucket for x in window], jax.tree.leaves(tree))
+                flat = host_memory.put(flat, new, slots)
         return flat
 
     spec = config.parallel.state_spec
@@ -189,4 +187,5 @@ def _differ_local(
             arrived = collectives.round_to(rounded, sent)
             equal |= have == arrived.astype(bucket.dtype)
         found.append(~jnp.all(equal))
-    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), parallel.all_axes) > 0
+    axes = parallel.data_axes + parallel.tensor_axes
+    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), axes) > 0

@@ -106,11 +106,6 @@ class DataParallel:
         return self.state_axes + self.tensor_axes
 
     @property
-    def all_axes(self) -> tuple[str, ...]:
-        """Axes of data, then all others."""
-        return self.data_axes + self.tensor_axes
-
-    @property
     def state_spec(self) -> P:
         """PartitionSpec of the flat arrays of state."""
         return P(self.cut_axes) if self.cut_axes else P()
@@ -298,7 +293,7 @@ def shapes_on_a_device(parallel: DataParallel, params: Params, specs: list[P]) -
         return params
     paths = trees.paths(params, "params")
     leaves = [
-        jax.ShapeDtypeStruct(_cut(parallel, path, x.shape, spec), x.dtype)
+        jax.ShapeDtypeStruct(_shape_on_a_device(parallel, path, x.shape, spec), x.dtype)
         for path, x, spec in zip(paths, jax.tree.leaves(params), specs, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
@@ -354,7 +349,9 @@ def axes_in(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _cut(parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+def _shape_on_a_device(
+    parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P
+) -> tuple[int, ...]:
     """The shape of a device's part of a global array."""
     unknown = [axis for axis in axes_of(spec) if axis not in parallel.tensor_axes]
     if unknown:

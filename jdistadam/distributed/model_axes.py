@@ -79,9 +79,18 @@ def step(
     params: Params,
 ) -> StepResult:
     """``step_local`` in the nested region; ``specs`` are those of the state."""
+    clip = config.max_grad_norm
+    # Hyperparameters that are arrays, as ``inject_hyperparams`` makes them.
+    numbers = config.algorithm.numbers, clip if isinstance(clip, jax.Array) else None
 
     def local(numbers: Any, grads: Grads, state: DistributedState, params: Params) -> StepResult:
-        return step_local(config.with_numbers(numbers), schedule, grads, state, params)
+        of_algorithm, of_clip = numbers
+        inside = dataclasses.replace(
+            config,
+            algorithm=config.algorithm.with_numbers(of_algorithm),
+            max_grad_norm=clip if of_clip is None else of_clip,
+        )
+        return step_local(inside, schedule, grads, state, params)
 
     check_own_state(state)
     of_grads, of_params = _specs_of(config, grads, params), config.tensor_specs(params)
@@ -89,7 +98,7 @@ def step(
     return _manual(
         config,
         local,
-        (config.numbers, grads, state, params),
+        (numbers, grads, state, params),
         (P(), of_grads, specs, of_params),
         StepResult(of_params, specs, everywhere, everywhere, everywhere, everywhere),
     )

@@ -21,11 +21,11 @@ from jax import lax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import BLOCK
-from jdistadam.distributed.layout import Bucket, Layout, Leaf
+from jdistadam.distributed.layout import Bucket, Layout, Leaf, aligned
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import multi_tensor, native
-from jdistadam.kernels.quantized_adam import LeafPositions
+from jdistadam.kernels.operands import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
 
 
@@ -102,30 +102,23 @@ def axes_left_to_cut(
     return axes
 
 
-def flat_shard(
-    layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any, *, main: bool = False
-) -> jax.Array:
-    """Returns device ``index``'s part of ``leaves``: shape ``(flat_size,)``, gaps zero.
-
-    With ``main``, only of those that have main parameters: shape ``(main_size,)``.
-    """
+def flat_shard(layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any) -> jax.Array:
+    """Returns device ``index``'s part of ``leaves``: shape ``(flat_size,)``, gaps zero."""
     shards = [
         shard_of(bucket_array(bucket, leaves, dtype), index, layout.num_shards, bucket.cut_dim)
         for bucket in layout.buckets
     ]
-    return flat_of(layout, shards, dtype, main=main)
+    return flat_of(layout.buckets, shards, dtype)
 
 
-def flat_of(layout: Layout, shards: Sequence[Any], dtype: Any, *, main: bool = False) -> jax.Array:
-    """Puts one device's shards of all buckets into a flat array, like ``flat_shard``."""
+def flat_of(buckets: Sequence[Bucket], shards: Sequence[Any], dtype: Any) -> jax.Array:
+    """Puts one device's shards of consecutive buckets into an array; gaps are zero."""
     parts, end = [jnp.zeros((0,), dtype)], 0
-    for bucket, shard in zip(layout.buckets, shards, strict=True):
-        if main and not bucket.has_main:
-            continue
-        parts.append(jnp.zeros((bucket.offset - end,), dtype))
-        parts.append(shard.reshape(-1))
-        end = bucket.offset + bucket.shard_size
-    parts.append(jnp.zeros(((layout.main_size if main else layout.flat_size) - end,), dtype))
+    for bucket, shard in zip(buckets, shards, strict=True):
+        start = bucket.offset - buckets[0].offset
+        parts += [jnp.zeros((start - end,), dtype), shard.reshape(-1)]
+        end = start + bucket.shard_size
+    parts.append(jnp.zeros((aligned(end) - end,), dtype))
     return jnp.concatenate(parts)
 
 

@@ -33,13 +33,13 @@ from jax import lax
 from jdistadam.core import collectives
 from jdistadam.core.trees import Grads
 from jdistadam.distributed.accumulate import local_grads
-from jdistadam.distributed.communication import keeps_shards_alone, places
+from jdistadam.distributed.communication import keeps_only_shards, places
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_moments import STEPPED
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.norms import norm_of_squares
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
-from jdistadam.distributed.store import FlatState
 from jdistadam.distributed.update import ShardUpdate
 from jdistadam.distributed.verdict import Verdict
 from jdistadam.kernels import multi_tensor, native
@@ -66,7 +66,7 @@ def update_over_peers(
     norm_scale = jnp.float32(1) if scaling is None else 1 / scaling.loss_scale
     sends_ahead = schedule.order is not None  # [Note: sent ahead]
     is_sent = [sends_ahead and x.reduce[0].op == "collective-permute" for x in schedule.buckets]
-    flat, spec = FlatState.of(state), _spec(config, buckets, is_sent)
+    spec = _spec(config, buckets, is_sent)
     arrays, received = _send_ahead(config, spec, buckets, local.arrays)
     norm, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     if config.takes_norm_first:
@@ -74,12 +74,12 @@ def update_over_peers(
         received = []
         norm, found_inf = norm_of_squares(config, squares, found, local.mean_scale, scaling)
     verdict = Verdict.of(config, schedule.layout, state, local, norm, found_inf)
-    params, flat_arrays, of_sums = multi_tensor.step_over_peers(
+    params, new, of_sums = multi_tensor.step_over_peers(
         spec,
         verdict.scalars,
         arrays,
         received,
-        flat,
+        [getattr(state, name) for name in STEPPED],
         norm_scale=norm_scale,
         param_types=[_type_of_params(bucket, schedule, leaves) for bucket in buckets],
         summed=config.takes_norm_first,
@@ -88,7 +88,8 @@ def update_over_peers(
         norm, _ = norm_of_squares(config, *of_sums, local.mean_scale, scaling)
         verdict = verdict.with_norm(norm)
     # No shards: peer memory needs float32 main parameters, which the state has.
-    return ShardUpdate(FlatState(*flat_arrays), (), params), verdict
+    state = state._replace(**dict(zip(STEPPED, new, strict=True)))
+    return ShardUpdate(state, [None] * len(buckets), params), verdict
 
 
 def _send_ahead(
@@ -133,7 +134,7 @@ def _spec(
         groups=tuple(bucket.group for bucket in buckets),
         flags=config.algorithm.hyper.flags,
         received=tuple(is_sent),
-        takes_shards=keeps_shards_alone(config.parallel),
+        takes_shards=keeps_only_shards(config.parallel),
     )
 
 

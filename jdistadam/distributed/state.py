@@ -77,8 +77,8 @@ def text_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> st
         "num_shards": layout.num_shards,
         "tensor_parts": list(tensor_parts),
     }
-    leaves = [_leaf(leaf) for leaf in layout.leaves]
-    buckets = [_bucket(bucket, main_kind) for bucket in layout.buckets]
+    leaves = [_leaf_entry(leaf) for leaf in layout.leaves]
+    buckets = [_bucket_entry(bucket, main_kind) for bucket in layout.buckets]
     text = f'{{"jdistadam_layout":{VERSION},{_json(header)[1:-1]}\n'
     text += f',"leaves":[\n{_lines(leaves)}]\n,"buckets":[\n{_lines(buckets)}]\n}}'
     return text
@@ -106,7 +106,7 @@ def known_text(digest: Any) -> str | None:
     return _TEXTS.get(np.asarray(digest).tobytes())
 
 
-def _leaf(leaf: Leaf) -> dict[str, Any]:
+def _leaf_entry(leaf: Leaf) -> dict[str, Any]:
     """The identity of a leaf. Its path is relative to the params."""
     entry: dict[str, Any] = {
         "path": leaf.path.removeprefix("params"),
@@ -122,7 +122,7 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
     return entry
 
 
-def _bucket(bucket: Bucket, main_kind: str) -> dict[str, Any]:
+def _bucket_entry(bucket: Bucket, main_kind: str) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "leaves": list(bucket.leaves),
         "dim": bucket.dim,

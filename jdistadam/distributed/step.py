@@ -16,7 +16,7 @@ from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import summed_gradients
-from jdistadam.distributed.average import new_ema, next_ema
+from jdistadam.distributed.average import new_ema, with_next_ema
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import types_of_arrays
@@ -49,7 +49,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
     def zeros(name: str) -> Any:
         return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types[name])
 
-    main = main_shard(config, layout, leaves) if layout.main_size else None
+    main = main_shard(config, layout.buckets, leaves) if layout.main_size else None
     storage = config.algorithm.storage
     new = DistributedState(
         count=jnp.zeros((), jnp.int32),
@@ -61,7 +61,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=storage.key if storage.is_stochastic else None,
         guard=None if config.norm_guard is None else new_norm_guard(),
-        ema=new_ema(config, layout, leaves, main),
+        ema=new_ema(config, layout.buckets, leaves, main),
     )
     return host_memory.to_host(config, new)
 
@@ -100,29 +100,15 @@ def step_local(
     for i, leaf in new.items():
         leaves[i] = leaf  # frozen and empty leaves stay unchanged
     is_skipped = verdict.is_skipped
-    new_state = DistributedState(
+    new_state = done.state._replace(
         count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
-        main_params=done.flat.main_params,
-        mu=done.flat.mu,
-        nu=done.flat.nu,
         grad_norm=verdict.norm,
-        layout_digest=state.layout_digest,
         scaling=verdict.next_scaling(config, state.scaling),
-        key=state.key,
         guard=verdict.next_guard(config, state.guard),
-        ema=next_ema(
-            config,
-            layout,
-            state.ema,
-            done.shards,
-            done.flat.main_params,
-            is_skipped,
-            after=jax.tree.leaves(done.flat),  # windows of both are not on the device at once
-        ),
     )
     return StepResult(
         schedule.treedef.unflatten(leaves),
-        new_state,
+        with_next_ema(config, layout, new_state, done.shards, is_skipped),
         is_skipped,
         verdict.is_other_layout,
         jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count)),

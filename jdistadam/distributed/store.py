@@ -1,6 +1,6 @@
-"""The flat arrays of one device while kernels step them, wherever they are between steps.
+"""The flat arrays of one device while calls renew them, wherever they are between steps.
 
-A kernel call takes arrays in place, as whole flat arrays: slicing them in XLA would copy the state.
+A call takes arrays in place, as whole flat arrays: slicing them in XLA would copy the state.
 If some are in host memory, it takes windows of these that have arrived on the device; the store
 sends new values back.
 """
@@ -13,31 +13,26 @@ from typing import Any, NamedTuple
 import jax
 
 from jdistadam.distributed import host_memory
-from jdistadam.distributed.calls import Call, within
+from jdistadam.distributed.calls import Call
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import offset_of, operand_of, with_result
-from jdistadam.distributed.layout import arrays_of
+from jdistadam.distributed.flat_moments import Slot, arrays_of, field_of, types_of_arrays
+from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState
 
 
-class FlatState(NamedTuple):
-    """This device's flat arrays that a kernel steps."""
-
-    main_params: Any
-    mu: Any
-    nu: Any
-
-    @classmethod
-    def of(cls, state: DistributedState) -> FlatState:
-        """Those of a state."""
-        return cls(state.main_params, state.mu, state.nu)
-
-
 class Taken(NamedTuple):
-    """What a call takes: its arrays by name, and the starts of its buckets in each."""
+    """What a call takes, by name: arrays, and where its pieces are in them."""
 
     arrays: dict[str, Any]
-    offsets: dict[str, tuple[int, ...]]
+    slots: dict[str, list[Slot]]
+
+    def starts(self, name: str) -> tuple[int, ...]:
+        """The first elements of the pieces in an array."""
+        return tuple(slot.start for slot in self.slots[name])
+
+    def part(self, name: str) -> Any:
+        """The part of an array that has the pieces; None: the call does not take the array."""
+        return host_memory.cut(self.arrays[name], self.slots[name]) if name in self.arrays else None
 
 
 class Store:
@@ -45,10 +40,11 @@ class Store:
 
     Args:
       config: The configuration.
-      state: The state before the step.
+      state: The state before the first call.
       calls: All calls, in order.
-      grads: The gradient of each bucket. Copies from the host start when the first one is there
-        of those that need them.
+      inputs: An array of each bucket that the calls need. Copies from the host start when the first
+        one is there of those that need them.
+      after: Arrays on which the first copy depends, in addition.
     """
 
     def __init__(
@@ -56,51 +52,78 @@ class Store:
         config: DistributedConfig,
         state: DistributedState,
         calls: Sequence[Call],
-        grads: Sequence[Any],
+        inputs: Sequence[Any],
+        after: Sequence[Any] = (),
     ) -> None:
-        self._flat, self._on_host = FlatState.of(state), config.on_host
-        self._streamed = [call for call in calls if call.on_host]
-        arrays, lines = [], []
-        for call in self._streamed:
-            first = call.buckets[0]
-            arrays.append({x: operand_of(getattr(self._flat, x), first) for x in call.on_host})
-            lines.append(
-                {x: host_memory.lines(getattr(self._flat, x), call.buckets) for x in call.on_host}
-            )
-        first_grads = [grads[call.pieces[0].bucket_index] for call in self._streamed[:1]]
-        self._stream = host_memory.Stream(arrays, lines, first_grads, config.state_buffer_bytes)
+        self._config, self._state = config, state
+        self._names = {name for call in calls for name in call.slots}
+        self._arrays = arrays_of({name: getattr(state, name) for name in self._names})
+        self._streamed = [call for call in calls if _on_host(config, call)]
+        windows, lines = _windows(config, self._arrays, self._streamed)
+        needed = [inputs[call.pieces[0].bucket_index] for call in self._streamed[:1]]
+        self._stream = host_memory.Stream(
+            windows, lines, [*needed, *after], config.state_buffer_bytes
+        )
 
     def take(self, call: Call) -> Taken:
         """Returns the arrays of a call: whole ones in place, or windows that begin with it."""
-        buckets, first = call.buckets, call.buckets[0]
-        placed = within(buckets)
-        offsets = {
-            name: tuple(offset_of(flat, x) for x in (placed if name in self._on_host else buckets))
-            for name, flat in self._flat._asdict().items()
-        }
-        arrays = {x: operand_of(getattr(self._flat, x), first) for x in arrays_of(first)}
-        return Taken(arrays | (self._stream.take() if call.on_host else {}), offsets)
+        arrays = {name: self._arrays[slots[0].array] for name, slots in call.slots.items()}
+        windows = self._stream.take() if _on_host(self._config, call) else {}
+        moved = {name: _from_first(call.slots[name]) for name in windows}
+        return Taken(arrays | windows, call.slots | moved)
 
     def put(self, call: Call, new: dict[str, Any]) -> None:
-        """Puts new values of the arrays that the call took."""
-        if call.on_host:
-            self._stream.put({name: new[name] for name in call.on_host})
-        self._replace(call, {name: x for name, x in new.items() if name not in call.on_host})
+        """Puts new values of the arrays that the call took, or of some."""
+        streamed = {name: new[name] for name in _on_host(self._config, call) if name in new}
+        if streamed:
+            self._stream.put(streamed)
+        self._replace(call, {name: x for name, x in new.items() if name not in streamed})
 
     def wait_for(self, arrays: Sequence[Any]) -> list[Any]:
         """Lets later calls wait for some arrays; returns these."""
         if not arrays:
             return []
-        self._flat, waited = jax.lax.optimization_barrier((self._flat, list(arrays)))
+        self._arrays, waited = jax.lax.optimization_barrier((self._arrays, list(arrays)))
         return waited
 
-    def whole(self) -> FlatState:
-        """Returns the new flat arrays, after the last call."""
+    def state(self) -> DistributedState:
+        """Returns the state with the new arrays, after the last call."""
         for i, call in enumerate(self._streamed):
             self._replace(call, self._stream.whole(i))
-        return self._flat
+        new = {name: field_of(self._arrays, name) for name in self._names}
+        return self._state._replace(**new)
 
     def _replace(self, call: Call, new: dict[str, Any]) -> None:
-        bucket = call.buckets[0]
-        replaced = {k: with_result(getattr(self._flat, k), bucket, x) for k, x in new.items()}
-        self._flat = self._flat._replace(**replaced)
+        self._arrays |= {call.slots[name][0].array: x for name, x in new.items()}
+
+
+def bytes_of_windows(config: DistributedConfig, layout: Layout, calls: Sequence[Call]) -> int:
+    """The bytes of windows that are on a device at the same time while it makes these calls."""
+    arrays = arrays_of(types_of_arrays(config, layout))
+    sizes = map(host_memory.nbytes, *_windows(config, arrays, calls))
+    return host_memory.bytes_at_once(list(sizes), config.state_buffer_bytes)
+
+
+def _windows(
+    config: DistributedConfig, arrays: dict[str, Any], calls: Sequence[Call]
+) -> tuple[list[Any], list[Any]]:
+    """For each call with arrays in host memory: these by name, and the ``Lines`` of its pieces."""
+    windows, lines = [], []
+    for call in calls:
+        if names := _on_host(config, call):
+            window = {name: arrays[call.slots[name][0].array] for name in names}
+            windows.append(window)
+            lines.append(
+                {name: host_memory.lines(x, call.slots[name]) for name, x in window.items()}
+            )
+    return windows, lines
+
+
+def _on_host(config: DistributedConfig, call: Call) -> list[str]:
+    """The arrays of a call that are in host memory between steps."""
+    return [name for name in call.slots if name in config.on_host]
+
+
+def _from_first(slots: Sequence[Slot]) -> list[Slot]:
+    """Slots in a window that begins with the first."""
+    return [slot._replace(start=slot.start - slots[0].start) for slot in slots]

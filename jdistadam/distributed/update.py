@@ -19,35 +19,34 @@ from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import squares_request
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.state import DistributedState
-from jdistadam.distributed.store import FlatState, Store
-from jdistadam.kernels import native, quantized_adam
-from jdistadam.kernels.adam import (
+from jdistadam.distributed.store import Store, Taken
+from jdistadam.kernels import native
+from jdistadam.kernels.adam import adam
+from jdistadam.kernels.operands import (
     Operands,
-    Results,
+    Rounding,
+    RoundingSpec,
     Scalars,
     Spec,
-    adam,
     keeping_main_params,
     new_params,
 )
-from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
-from jdistadam.kernels.reference import SquaresRequest
 
 
 class ShardUpdate(NamedTuple):
     """The results of an update, over either transport.
 
     Attributes:
-      flat: The new state.
-      shards: New parameters of each bucket, for this device's part of the state; () over peers,
-        where ``flat`` has them in float32.
+      state: The state with new main parameters and moments.
+      shards: New parameters of each bucket, for this device's part of the state; None over peers,
+        where the state has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
       squares: The buckets of each kernel call over XLA, and sums of squares of their leaves, or
         None without norms.
     """
 
-    flat: FlatState
-    shards: Sequence[jax.Array]
+    state: DistributedState
+    shards: Sequence[Any]
     gathered: Sequence[jax.Array]
     squares: Sequence[tuple[Sequence[Bucket], Any]] = ()
 
@@ -85,9 +84,10 @@ def update_shards(
         for i, new in zip(call.waits_for, arrived, strict=True):
             gathered[i] = new
         taken = store.take(call)
-        spec, operands = _operands_of(config, call, grads, old, taken.arrays, taken.offsets)
+        static, rounding = _rounding_of(config, layout, call, state)
+        spec, operands = _operands_of(config, call, grads, old, taken, static)
         request = squares_request(config, layout, call.buckets)
-        results = _kernel(config, layout, call, state, spec, scalars, operands, request)
+        results = adam(spec, scalars, operands.unfused(), rounding, request)
         squares.append((call.buckets, results.squares))
         results = native.unfused(results._replace(squares=None))
         new_parts, main = new_params(_kept(config, call.buckets[0]), results)
@@ -98,7 +98,7 @@ def update_shards(
         for i in call.gathers:
             shards[i] = packing.joined(buckets[i], parts[i])
             gathered[i] = _gathered(config.parallel, schedule.buckets[i], shards[i])
-    return ShardUpdate(store.whole(), shards, gathered, squares)
+    return ShardUpdate(store.state(), shards, gathered, squares)
 
 
 def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]) -> Any:
@@ -121,8 +121,8 @@ def _operands_of(
     call: Call,
     grads: Sequence[Any],
     old: Sequence[Any],
-    arrays: dict[str, Any],
-    offsets: dict[str, tuple[int, ...]],
+    taken: Taken,
+    rounding: RoundingSpec | None,
 ) -> tuple[Spec, Operands]:
     """The static side and the operands of a kernel call."""
     buckets, first = call.buckets, call.buckets[0]
@@ -135,10 +135,12 @@ def _operands_of(
         flags=config.algorithm.hyper.flags,
         flat=frozenset(("mu", "nu")),
         sizes=tuple(bucket.shard_size for bucket in buckets),
-        offsets=offsets["main_params"],
-        mu_offsets=offsets["mu"],
-        nu_offsets=offsets["nu"],
+        offsets=taken.starts("main_params" if first.has_main else "mu"),
+        mu_offsets=taken.starts("mu"),
+        nu_offsets=taken.starts("nu"),
+        rounding=rounding,
     )
+    arrays = taken.arrays
     operands = Operands(of_grads, of_params, (arrays["mu"],), (arrays["nu"],))
     main = (arrays.get("main_params"),)
     return keeping_main_params(
@@ -151,31 +153,21 @@ def _kept(config: DistributedConfig, bucket: Bucket) -> Any:
     return config.policy.main_params if bucket.has_main else NOTHING
 
 
-def _kernel(
-    config: DistributedConfig,
-    layout: Layout,
-    call: Call,
-    state: DistributedState,
-    spec: Spec,
-    scalars: Scalars,
-    operands: Operands,
-    request: SquaresRequest | None,
-) -> Results:
-    """The kernel that the storage of moments needs."""
-    operands, storage = operands.unfused(), config.algorithm.storage
+def _rounding_of(
+    config: DistributedConfig, layout: Layout, call: Call, state: DistributedState
+) -> tuple[RoundingSpec | None, Rounding | None]:
+    """How a kernel call rounds, and what its random bits depend on; None: no codes, to nearest."""
+    storage = config.algorithm.storage
     if not storage.is_any:
-        return adam(spec, scalars, operands, request)
+        return None, None
     positions, tables = packing.positions_of(
         layout, call.pieces, config.parallel.state_axes, config.cutting_axes, config.tensor_parts
     )
-    quantized = QuantizedSpec(
-        adam=spec,
+    spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
         cuts=tuple(packing.partition_of(layout, x, config.tensor_parts) for x in call.buckets),
         tables=tables,
     )
     key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)
-    args = (scalars, Rounding(key, state.count), positions, operands)
-    scalars, rounding, positions, operands = collectives.vary_together(args)
-    return quantized_adam.adam(quantized, scalars, rounding, positions, operands, request)
+    return spec, Rounding(key, state.count, positions)

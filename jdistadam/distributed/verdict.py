@@ -26,7 +26,7 @@ from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState, differs
-from jdistadam.kernels.adam import Scalars
+from jdistadam.kernels.operands import Scalars
 
 
 class Verdict(NamedTuple):

@@ -15,7 +15,7 @@ from jdistadam.core.codecs import BlockCodes, Codec, is_codes, moment_leaves
 from jdistadam.core.storage import Storage
 from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
-from jdistadam.kernels import sharded_quantized_adam
+from jdistadam.kernels import partition, sharded_codes
 
 HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -50,7 +50,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
         is_coded = storage.is_coding and storage.is_coded(path, param)
         is_rounded = storage.is_stochastic and any(jnp.result_type(x) in HALVES for x in others)
         if is_coded or (is_rounded and np.size(param)):
-            sharded_quantized_adam.check_leaf(f"params{path}", param, is_coded=is_coded)
+            partition.check_leaf(f"params{path}", param, is_coded=is_coded)
 
     def coded(tree: Any, codec: Codec) -> Any:
         if not codec.is_coded:
@@ -162,6 +162,6 @@ def decoded(opt_state: OptState) -> OptState:
 
 def _decoded(name: str, tree: Any) -> Any:
     def one(x: Any) -> Any:
-        return sharded_quantized_adam.decoded(name, *x) if is_codes(x) else x
+        return sharded_codes.decoded(name, *x) if is_codes(x) else x
 
     return jax.tree.map(one, trees.codes_inside(tree), is_leaf=is_codes)

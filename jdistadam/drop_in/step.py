@@ -34,10 +34,17 @@ from jdistadam.drop_in.state import (
     split_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
-from jdistadam.kernels import sharded_adam, sharded_quantized_adam
-from jdistadam.kernels.adam import Operands, Scalars, Spec, keeping_main_params, new_params
-from jdistadam.kernels.quantized_adam import QuantizedSpec, Rounding
+from jdistadam.kernels.operands import (
+    Operands,
+    Rounding,
+    RoundingSpec,
+    Scalars,
+    Spec,
+    keeping_main_params,
+    new_params,
+)
 from jdistadam.kernels.reference import KINDS, pairwise_sum
+from jdistadam.kernels.sharded_adam import sharded_adam
 
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
@@ -254,13 +261,12 @@ def step_leaves(
             results = trees.keep_if(is_skipped, call_leaves, results)
             of_leaves = _squares(call_leaves, results) if norms else None
         else:
-            spec = Spec(mode, call_rows, hypers[0].flags)
-            quantized = None
+            spec, rounding = Spec(mode, call_rows, hypers[0].flags), None
             if _is_quantized(dtypes, mode=mode, is_stochastic=key is not None):
-                rounded = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
-                leaf_ids = tuple(ids[i] for i in indices)
-                quantized = QuantizedSpec(spec, key is not None, leaf_ids), rounded
-            results, of_leaves = _call(spec, scalars, call_leaves, quantized, norms)
+                rounding = Rounding(jnp.zeros(2, jnp.uint32) if key is None else key, count)
+                static = RoundingSpec(key is not None, tuple(ids[i] for i in indices))
+                spec = dataclasses.replace(spec, rounding=static)
+            results, of_leaves = _call(spec, scalars, call_leaves, rounding, norms)
         squares += [of_leaves] if norms else []
         for i, leaf in zip(indices, results, strict=True):
             new[i] = leaf
@@ -324,7 +330,7 @@ def _call(
     spec: Spec,
     scalars: Scalars,
     leaves: Sequence[TreeLeaf],
-    quantized: tuple[QuantizedSpec, Rounding] | None,
+    rounding: Rounding | None,
     norms: bool,
 ) -> tuple[list[TreeLeaf], Any]:
     """Steps leaves of equal dtypes in one kernel call; ``spec`` assumes no main parameters."""
@@ -334,13 +340,7 @@ def _call(
     if mode == "update" and not kind.is_stored:
         spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
     spec, operands = keeping_main_params(kind, spec, operands, mains, params[0].dtype)
-    if quantized is None:
-        results = sharded_adam.adam(spec, scalars, operands, params, with_squares=norms)
-    else:
-        static, rounded = quantized
-        static = dataclasses.replace(static, adam=spec)
-        given = (static, scalars, rounded, operands, params)
-        results = sharded_quantized_adam.adam(*given, with_squares=norms)
+    results = sharded_adam(spec, scalars, operands, rounding, params, with_squares=norms)
     new, new_mains = new_params(kind, results)
     if kind.is_stored and mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]

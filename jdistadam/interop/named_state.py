@@ -251,7 +251,7 @@ def _copy(x: Any, axes: tuple[int, ...]) -> np.ndarray:
 Numbers = dict[str, Any]
 OfLeaves = Sequence[Numbers | None] | None  # None for a frozen leaf; as a whole, if they are hidden
 # Arguments that other frameworks lack; they behave like our defaults.
-_OURS_ALONE = {x: getattr(Hyperparameters(0.0), x) for x in ("eps_root", "bias_correction", *FLAGS)}
+_ONLY_OURS = {x: getattr(Hyperparameters(0.0), x) for x in ("eps_root", "bias_correction", *FLAGS)}
 # A schedule uses float32 arithmetic here and float64 there: some ten operations of half an ulp.
 _SCHEDULE_TOLERANCE = 10 * 2.0**-24
 
@@ -304,7 +304,7 @@ def compare(theirs: NamedState, numbers: OfLeaves, ours: list[Place], difference
 def _differences(mine: Numbers, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the hyperparameters that differ, with our and their values."""
     no_decay = {"weight_decay": 0.0, "l2": 0.0} if "weight_decay" in settings else {}
-    theirs = _OURS_ALONE | no_decay | _our_arguments(settings)
+    theirs = _ONLY_OURS | no_decay | _our_arguments(settings)
     for key, value in mine.items():
         if key in theirs and value is not None:
             a, b = np.float32(value), np.float32(theirs[key])

@@ -19,7 +19,8 @@ import numpy as np
 
 from jdistadam.core import collectives
 from jdistadam.kernels import native, reference
-from jdistadam.kernels.adam import Scalars, bits_of
+from jdistadam.kernels.adam import bits_of
+from jdistadam.kernels.operands import Scalars
 
 NORMS = frozenset(["jdistadam_norm_tiles"])
 """The targets of calls that read gradients for a norm."""

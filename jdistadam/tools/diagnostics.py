@@ -207,24 +207,25 @@ def _count_wrong_bits(device: Any, mode: str, dtype: str) -> tuple[int, int]:
     import numpy as np
 
     from jdistadam.core import hyperparameters
-    from jdistadam.kernels import adam as kernel
     from jdistadam.kernels import reference
+    from jdistadam.kernels.adam import adam
+    from jdistadam.kernels.operands import Operands, Scalars, Spec
 
     rng = np.random.default_rng(0)
     low = jnp.dtype(dtype)
     shapes = ((), (3,), (17, 61), (4099,))
     dtypes = (low, low if mode == "step" else np.dtype(np.float32), low, np.dtype(np.float32))
-    operands = kernel.Operands(
+    operands = Operands(
         *(tuple(np.abs(rng.normal(size=s)).astype(t) for s in shapes) for t in dtypes)
     )
     row = np.asarray(
         [3e-3, 0.87, 0.13, 0.9973, 0.0027, 1e-7, 0.0, 0.13, 0.2431, 0.3415, 0.0053, 0.021],
         np.float32,
     )
-    spec = kernel.Spec(mode, (0,) * len(shapes), out_dtype=None if mode == "step" else low)
-    scalars = kernel.Scalars(row[None], np.float32(0.37), np.bool_(False))
+    spec = Spec(mode, (0,) * len(shapes), out_dtype=None if mode == "step" else low)
+    scalars = Scalars(row[None], np.float32(0.37), np.bool_(False))
     with jax.default_device(device):
-        results = jax.jit(kernel.adam, static_argnums=0)(spec, scalars, operands)
+        results = jax.jit(adam, static_argnums=0)(spec, scalars, operands)
     wrong = size = 0
     for i, leaf in enumerate(zip(*operands[:4], strict=True)):
         want = reference.adam_leaf(

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jdistadam.checkpoint import parts
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.core.codecs import FLOAT32, NOTHING
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import calls, host_memory
-from jdistadam.distributed.communication import Communication, keeps_shards_alone
+from jdistadam.distributed.calls import average_calls, make_calls
+from jdistadam.distributed.communication import Communication, keeps_only_shards
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import bytes_of_moment
+from jdistadam.distributed.flat_moments import STEPPED, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import DIGEST_SIZE, is_distributed_state
+from jdistadam.distributed.store import bytes_of_windows
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.kernels.reference import KINDS, num_runs
@@ -168,7 +168,11 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     on_host = {name: held[name] for name in config.on_host if held[name]}
     held = {k: x - on_host.get(k, 0) for k, x in held.items() if x != on_host.get(k)}
     if on_host:
-        buffers["windows of the state"] = _windows(config, schedule.layout)
+        of_step = make_calls(config, schedule, [x.dtype for x in schedule.layout.buckets])
+        of_average = average_calls(config, schedule.layout)
+        buffers["windows of the state"] = max(
+            bytes_of_windows(config, schedule.layout, calls) for calls in (of_step, of_average)
+        )
     return Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
@@ -179,42 +183,21 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
     )
 
 
-def _windows(config: DistributedConfig, layout: Layout) -> int:
-    """The bytes of windows of a state on the host that are on a device at the same time."""
-    main, storage = config.policy.main_params, config.algorithm.storage
-    if "main_params" not in config.on_host:
-        main = NOTHING
-    kinds = [(x.dtype, x.has_main, x.is_coded) for x in layout.buckets]
-    of_step, of_average = list[int](), list[int]()
-    for part in calls.windows(layout, splits=config.norms is None, kinds=kinds):
-        codecs = [storage.codec_of(name) for name in ("mu", "nu") if name in config.on_host]
-        used = [x if part.buckets[0].is_coded or not x.is_coded else FLOAT32 for x in codecs]
-        moments = sum(x.nbytes(part.layout.flat_size) for x in used)
-        of_step += [size] if (size := main.nbytes(part.layout.main_size) + moments) else []
-    if "ema" in config.on_host:
-        parts = calls.windows(layout, splits=True)
-        of_average = [main.nbytes(x.layout.main_size) + 4 * x.layout.flat_size for x in parts]
-    most = config.state_buffer_bytes
-    return max(host_memory.bytes_at_once(sizes, most) for sizes in (of_step, of_average))
-
-
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
-    policy = config.policy
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
     scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
     scalars += 0 if config.norm_guard is None else 4  # of NormGuardState
     scalars += 2 if config.algorithm.storage.is_stochastic else 0  # the key
+    of_arrays = {name: _nbytes(x) for name, x in types_of_arrays(config, layout).items()}
     held = {
         "params": sum(
             held_sizes.get(i, leaf.size) * jnp.dtype(leaf.dtype).itemsize
             for i, leaf in enumerate(layout.leaves)
         ),
-        "main_params": policy.main_params.nbytes(layout.main_size),
-        "mu": bytes_of_moment(config.algorithm, layout, "mu"),
-        "nu": bytes_of_moment(config.algorithm, layout, "nu"),
+        **{name: of_arrays[name] for name in STEPPED},
         "scalars": 4 * scalars + DIGEST_SIZE,
     }
-    return held if config.ema_decay is None else held | {"ema": 4 * layout.flat_size}
+    return held if config.ema_decay is None else held | {"ema": of_arrays["ema"]}
 
 
 def _sums(config: DistributedConfig, layout: Layout) -> int:
@@ -240,7 +223,7 @@ def _buffers(
     if config.communication.is_peer:  # packs nothing else
         if entry.reduce[0].op == "collective-permute":
             yield "received contributions", entry.reduce[0].result_elements * sent
-            if keeps_shards_alone(config.parallel):
+            if keeps_only_shards(config.parallel):
                 yield "own contributions", inner * sent
         if config.takes_norm_first:
             yield "reduced gradients", inner * 4  # their norm is needed before the update

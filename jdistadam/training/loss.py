@@ -256,7 +256,7 @@ def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
       Shape (leaves,), int32, the same on all devices; see ``nonfinite_paths``.
     """
     check_distributed(tx)
-    check_inside(tx.config.parallel, "count_nonfinite", over_data_alone=True)
+    check_inside(tx.config.parallel, "count_nonfinite", over_data_only=True)
     trees.check_arrays(grads, name="grads")
     return sum_over_devices(leaves_not_finite(grads), tx)
 

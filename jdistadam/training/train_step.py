@@ -90,14 +90,14 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
         wanted |= _PIPELINED
     # A loop over micro-batches starts after all parameters have arrived.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
-    apart = dict[str, Any]()
+    separate = dict[str, Any]()
     if gathers_once and accumulate_steps == 1:
-        apart = _GATHERS_APART
+        separate = _GATHERS_APART
     elif parallel.gathers_layers and config.gathered_in_model:
-        apart = _BLOCKS_APART
+        separate = _BLOCKS_APART
     elif config.updates_early:
-        apart = _FEWER_MERGED
-    merged, mesh = _MERGED | apart, config.mesh
+        separate = _FEWER_MERGED
+    merged, mesh = _MERGED | separate, config.mesh
     return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.kernels import sharded_adam
+from jdistadam.kernels import partition
 from support.bits import assert_trees_same_bits
 
 HYPER = dict(learning_rate=0.02, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
@@ -96,7 +96,7 @@ def test_sharded_state_has_the_bits_of_one_device_and_stays_where_it_is(dtype, e
 
 def test_new_params_are_gathered_beside_other_calls_with_the_same_bits(monkeypatch):
     """Only a sharded state and whole params have several calls."""
-    monkeypatch.setattr(sharded_adam, "_BYTES_A_CALL", 4 * 64 * 8)
+    monkeypatch.setattr(partition, "_BYTES_A_CALL", 4 * 64 * 8)
     mesh, tx = make_mesh(), jda.fused_adamw(**HYPER)
     params = {f"w{i}": jnp.full((64, 8), i + 1.0) for i in range(5)}
     params = jax.device_put(params, NamedSharding(mesh, P()))

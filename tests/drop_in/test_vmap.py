@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.drop_in.step import tree_step
-from jdistadam.kernels import native, sharded_adam
+from jdistadam.kernels import native, partition
 from jdistadam.tools import hlo
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.fast_compilation import AS_FOR_USERS
@@ -256,7 +256,7 @@ def test_the_fallback_steps_members_too(monkeypatch):
 def forget_the_kernel():
     """Of what was traced with it, or without it; not of all that other tests compiled."""
     tree_step.clear_cache()
-    sharded_adam._partitioned.cache_clear()
+    partition.partitioned_step.cache_clear()
 
 
 # Where the members and the dimensions of a leaf are cut, by name.

@@ -85,12 +85,12 @@ def test_malformed_calls_raise(case):
 
 def test_arrays_that_are_not_in_place_raise():
     x = jax.ShapeDtypeStruct((4,), jnp.float32)
-    numbers = dict(index=np.int32(0), to_host=np.bool_(True))
+    scalars = dict(index=np.int32(0), to_host=np.bool_(True))
     copied = jax.ffi.ffi_call("jdistadam_host_copied", [x])
     with pytest.raises(jax.errors.JaxRuntimeError, match="result 0 of a copy is not aliased"):
-        jax.block_until_ready(copied(jnp.ones(4), **numbers))
+        jax.block_until_ready(copied(jnp.ones(4), **scalars))
     copy = jax.ffi.ffi_call("jdistadam_host_copy", [x])
     with pytest.raises(jax.errors.JaxRuntimeError, match="result 0 of a copy is not aliased"):
         jax.block_until_ready(
-            copy(jnp.ones(4), jnp.ones(4), offsets=np.zeros(1, np.int64), **numbers)
+            copy(jnp.ones(4), jnp.ones(4), offsets=np.zeros(1, np.int64), **scalars)
         )

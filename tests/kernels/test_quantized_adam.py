@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jdistadam.core.codecs import BLOCK, BLOCK8, BLOCK16, BLOCK_CODECS, BlockCodes, Codec, codec_of
-from jdistadam.kernels import reference, sharded_quantized_adam
-from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
+from jdistadam.kernels import reference
+from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Spec
 from jdistadam.kernels.reference import LeafPartition
+from jdistadam.kernels.sharded_adam import sharded_adam
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
@@ -21,7 +21,7 @@ from support.samples import often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles
 PARTS = np.arange(len(SIZES), dtype=np.int32) * 5 % 7  # of 1, 128 and 65,536 elements and so on
-adam = jax.jit(sharded_quantized_adam.adam, static_argnums=0)
+adam = jax.jit(sharded_adam, static_argnums=0)
 
 
 def spread_array(rng, size, dtype, nonnegative=False):
@@ -72,7 +72,8 @@ def spec_of(mode, is_stochastic, dtypes, flags=()):
     out_dtype = {"step_and_cast": BF16, "update": dtypes[0]}.get(mode)
     groups = tuple(i % 2 for i in range(len(SIZES)))
     ids = tuple(3 * i + 1 for i in range(len(SIZES)))
-    return QuantizedSpec(Spec(mode, groups, frozenset(flags), out_dtype), is_stochastic, ids)
+    rounding = RoundingSpec(is_stochastic, ids)
+    return Spec(mode, groups, frozenset(flags), out_dtype, rounding=rounding)
 
 
 def of_parts(parts):
@@ -82,12 +83,12 @@ def of_parts(parts):
 PLACES, WHOLE = of_parts(PARTS), of_parts(0 * PARTS)
 
 
-def assert_equals_reference(spec, scalars, rounded, operands):
-    want = by_reference(spec, scalars, rounded, PLACES, operands)
-    got = adam_of_parts(spec, scalars, rounded, PLACES, operands)
+def assert_equals_reference(spec, scalars, operands):
+    want = by_reference(spec, scalars, operands, rounded(PLACES))
+    got = adam_of_parts(spec, scalars, operands, rounded(PLACES))
     assert_trees_same_bits(got._asdict(), want._asdict())
-    whole = by_reference(spec, scalars, rounded, WHOLE, operands)
-    assert_trees_same_bits(adam(spec, scalars, rounded, operands)._asdict(), whole._asdict())
+    whole = by_reference(spec, scalars, operands, rounded(WHOLE))
+    assert_trees_same_bits(adam(spec, scalars, operands, rounded())._asdict(), whole._asdict())
 
 
 STORED = [BLOCK8, BLOCK16, F32, BF16, F16]
@@ -111,7 +112,7 @@ def test_kernel_equals_the_reference_bitwise(platform, is_stochastic, mode, mu, 
         operands = random_operands(5, dtypes, mode, values)
         flags = {F32: (), BF16: ("nesterov",), F16: ("nesterov", "cautious_weight_decay")}[grad]
         spec = spec_of(mode, is_stochastic, dtypes, flags)
-        assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
+        assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
 
 
 @pytest.mark.parametrize("is_stochastic", [False, True])
@@ -126,8 +127,8 @@ def test_kernel_equals_the_reference_in_blocks_that_span_more_than_codes(
         random_operands(4, dtypes, "step", "spread"),
     )
     operands = operands._replace(grads=tuple(1024 * x for x in operands.grads))  # scales grow
-    assert_equals_reference(spec, scalars(random_rows(count=3)), rounded(), operands)
-    new = by_reference(spec, scalars(random_rows(count=3)), rounded(), PLACES, operands)
+    assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
+    new = by_reference(spec, scalars(random_rows(count=3)), operands, rounded(PLACES))
     codes = [np.asarray(x.codes) for x in new.nu if x.codes.size > 1]
     assert all((x > 0).all() for x in codes) and any((x == 1).any() for x in codes)
 
@@ -296,18 +297,18 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     n, counts = 1024, 2000
     param = np.float32(rng.normal(size=n)).astype(BF16)
     grads = np.float32(rng.normal(size=n))
-    spec = QuantizedSpec(Spec("step", (0,)), True, (4,))
+    spec = Spec("step", (0,), rounding=RoundingSpec(True, (4,)))
     param_dtype = F32 if isinstance(dtype, Codec) else dtype
     zeros = tuple(moment(rng, n, dtype, name) for name in ("mu", "nu"))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
-        QuantizedSpec(Spec("step", (0,)), False, (4,)), scalars(random_rows()), rounded(), of_parts([0]),
-        Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)),
+        Spec("step", (0,), rounding=RoundingSpec(False, (4,))), scalars(random_rows()),
+        Operands((grads,), (param.astype(F32),), (np.zeros(n, F32),), (np.zeros(n, F32),)), rounded(of_parts([0])),
     )  # fmt: skip
     operands = Operands((grads,), (param.astype(param_dtype),), *[(x,) for x in start])
 
     def after(count):
-        new = adam(spec, scalars(random_rows()), rounded()._replace(count=count), operands)
+        new = adam(spec, scalars(random_rows()), operands, rounded()._replace(count=count))
         return jax.tree.map(bits_of, (new.params[0], new.mu[0], new.nu[0]))
 
     def bits_of(x):  # XLA's CPU backend would convert all of a result of 16 bits at every count
@@ -350,7 +351,7 @@ def test_a_skipped_step_changes_nothing(platform, form):
     dtypes = (BF16, BF16, form, form)
     operands = random_operands(9, dtypes, "step")
     skip = scalars(random_rows(), found_inf=True)
-    got = adam(spec_of("step", True, dtypes), skip, rounded(), operands)
+    got = adam(spec_of("step", True, dtypes), skip, operands, rounded())
     for name in ("params", "mu", "nu"):
         assert_trees_same_bits(getattr(got, name), getattr(operands, name))
 
@@ -364,9 +365,9 @@ def test_untouched_elements_stay_zero(platform, form):
     grads = zeros.copy()
     grads[::7] = 0.5
     operands = Operands((grads,), (zeros,), (codes,), (codes,))
-    spec = QuantizedSpec(Spec("step", (1,)), True, (0,))
+    spec = Spec("step", (1,), rounding=RoundingSpec(True, (0,)))
     for count in range(20):
-        new = adam(spec, scalars(random_rows()), rounded(count=count), operands)
+        new = adam(spec, scalars(random_rows()), operands, rounded(count=count))
         operands = Operands((grads,), new.params, new.mu, new.nu)
     untouched = grads == 0
     assert (np.asarray(new.params[0])[untouched] == 0).all()
@@ -381,8 +382,8 @@ def test_a_nonfinite_gradient_spoils_its_block_alone(platform, form):
     grads[200] = np.inf
     codes = BlockCodes(np.zeros(512, form.dtype), np.zeros(4, F32))
     operands = Operands((grads,), (np.ones(512, F32),), (codes,), (codes,))
-    spec = QuantizedSpec(Spec("step", (1,)), False, (0,))
-    new = adam(spec, scalars(random_rows()), rounded(), operands)
+    spec = Spec("step", (1,), rounding=RoundingSpec(False, (0,)))
+    new = adam(spec, scalars(random_rows()), operands, rounded())
     for name, x in (("mu", new.mu[0]), ("nu", new.nu[0])):
         is_nan = np.isnan(np.asarray(widened(name, x))).reshape(4, 128)
         assert is_nan[1].all() and not is_nan[[0, 2, 3]].any()
@@ -427,15 +428,13 @@ def test_kernel_on_cut_or_packed_leaves_equals_the_reference_bitwise(platform, m
         tuple(plain_array(rng, n, BF16) for n in FLAT_SIZES), params, *moments.values(), out
     )
     flat = {"mu", "nu", *(["params"] if mode == "step_and_cast" else ["out"] if out else [])}
-    adam = Spec(
+    spec = Spec(
         mode, (0, 1, 0, 1), out_dtype=BF16 if mode == "step_and_cast" else None,
         flat=frozenset(flat), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS,
         mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
+        rounding=RoundingSpec(True, (0, 2, 4, 6), cuts=FLAT_CUTS, tables=(-1, -1, 1, -1)),
     )  # fmt: skip
-    spec = QuantizedSpec(
-        adam, True, (0, 2, 4, 6), cuts=FLAT_CUTS, tables=(-1, -1, 1, -1),
-    )  # fmt: skip
-    args = spec, scalars(random_rows(count=3)), rounded(), FLAT_PLACES, operands
+    args = spec, scalars(random_rows(count=3)), operands, rounded(FLAT_PLACES)
     got = adam_of_parts(*args)
     assert_trees_same_bits(got._asdict(), by_reference(*args)._asdict())
     between = np.ones(total, bool)
@@ -490,19 +489,16 @@ def test_wrong_offsets_and_cuts_raise(change, message):
     rng = np.random.default_rng(3)
     codes = BlockCodes(np.zeros(8192, np.uint8), np.zeros(64, F32))
     arrays = tuple(plain_array(rng, n, F32) for n in FLAT_SIZES)
-    adam = Spec(
+    spec = Spec(
         "step", (0,) * 4, flat=frozenset({"mu", "nu"}), sizes=FLAT_SIZES, offsets=FLAT_OFFSETS,
         mu_offsets=OWN_OFFSETS["mu"], nu_offsets=OWN_OFFSETS["nu"],
     )  # fmt: skip
     places = dict(cuts=FLAT_CUTS, tables=(-1, -1, 1, -1))
     places |= {name: change[name] for name in places if name in change}
     offsets = {name: value for name, value in change.items() if name not in places}
-    spec = QuantizedSpec(dataclasses.replace(adam, **offsets), True, (0, 1, 2, 3), **places)
-    args = (
-        scalars(random_rows()),
-        rounded(),
-        FLAT_PLACES,
-        Operands(arrays, arrays, (codes,), (codes,)),
-    )
+    rounding = RoundingSpec(True, (0, 1, 2, 3), **places)
+    spec = dataclasses.replace(spec, **offsets, rounding=rounding)
+    operands = Operands(arrays, arrays, (codes,), (codes,))
+    args = scalars(random_rows()), operands, rounded(FLAT_PLACES)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(adam_of_parts(spec, *args))

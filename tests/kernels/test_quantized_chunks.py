@@ -11,8 +11,7 @@ import pytest
 from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec, codec_of
 from jdistadam.kernels import reference
-from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
+from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Spec
 from jdistadam.kernels.reference import LeafPartition
 from support.bits import assert_trees_same_bits
 from support.operands import BF16, F32, random_rows, scalars
@@ -127,11 +126,13 @@ def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):
     sizes = sizes_of(platform)
     operands = operands_of(np.random.default_rng(7), sizes, mode, grad, param, stored)
     flags = frozenset({"cautious_weight_decay"} if inv_scale == 1.0 else ())
-    adam = Spec(mode, (0, 1, 0, 1, 1), flags, BF16 if mode == "step_and_cast" else None)
     tables = (-1, -1, 0, -1, -1)
-    spec = QuantizedSpec(adam, is_stochastic, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
+    rounding = RoundingSpec(is_stochastic, (0, 2, 4, 6, 8), cuts=CUTS, tables=tables)
+    out_dtype = BF16 if mode == "step_and_cast" else None
+    spec = Spec(mode, (0, 1, 0, 1, 1), flags, out_dtype, rounding=rounding)
     blocks = np.asarray([[3 + k // 9, 2**27 + k] for k in range(77)], np.uint32)
-    args = spec, scalars(chunk_rows(), inv_scale), rounded(), LeafPositions(PARTS, blocks), operands
+    places = LeafPositions(PARTS, blocks)
+    args = spec, scalars(chunk_rows(), inv_scale), operands, rounded(places)
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())
 
 
@@ -149,7 +150,7 @@ def test_unusual_coefficients_equal_the_reference_bitwise(platform, name, change
     mode, is_stochastic, grad, param, stored = VARIANTS[name]
     sizes = (70_001, 1024)
     operands = operands_of(np.random.default_rng(8), sizes, mode, grad, param, stored)
-    spec = QuantizedSpec(Spec(mode, (0, 1)), is_stochastic, (0, 1))
+    spec = Spec(mode, (0, 1), rounding=RoundingSpec(is_stochastic, (0, 1)))
     places = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(2, np.int32)))
-    args = spec, scalars(chunk_rows(**change)), rounded(), places, operands
+    args = spec, scalars(chunk_rows(**change)), operands, rounded(places)
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())

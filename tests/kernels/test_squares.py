@@ -9,31 +9,32 @@ import numpy as np
 import pytest
 
 from jdistadam.core.codecs import BLOCK8, BLOCK16
-from jdistadam.kernels import adam as kernel
-from jdistadam.kernels import native, quantized_adam, reference
-from jdistadam.kernels.adam import Operands, Spec
-from jdistadam.kernels.quantized_adam import LeafPositions, QuantizedSpec
+from jdistadam.kernels import native, reference
+from jdistadam.kernels.adam import adam
+from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Spec
+from jdistadam.kernels.reference_step import squares_reference
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.quantized import plain_array, rounded
 
 SIZES = (1, 3, 127, 128, 129, 511, 1025, 131_072 + 77)  # around lanes, runs, tiles; over 1024 runs
 FLAGS = frozenset({"nesterov", "cautious_weight_decay"})
-step = jax.jit(kernel.adam, static_argnums=0)
+step = jax.jit(adam, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def with_squares(spec, fine, segments, scalars, operands):
-    return kernel.adam(spec, scalars, operands, reference.SquaresRequest(fine, segments))
+def with_squares(spec, by_element, segments, scalars, operands, rounding=None):
+    request = reference.SquaresRequest(by_element, segments)
+    return adam(spec, scalars, operands, rounding, request)
 
 
-def squares_request(sizes, fine):
+def squares_request(sizes, by_element):
     """A segment for each leaf; then some that overlap, are empty or reach beyond the runs."""
-    ends = np.cumsum([0, *map(reference.num_runs, sizes, fine)])
+    ends = np.cumsum([0, *map(reference.num_runs, sizes, by_element)])
     total = ends[-1]
     others = [(1, total - 1), (0, total), (5, 5), (7, 3), (-4, 9), (total - 2, total + 10)]
     segments = [*itertools.pairwise(ends), *others, (total, total + 1)]
-    return reference.SquaresRequest(fine, np.asarray(segments, np.int32))
+    return reference.SquaresRequest(by_element, np.asarray(segments, np.int32))
 
 
 def operands_of(rng, mode, grad, param, mu, array=random_array):
@@ -75,7 +76,7 @@ def test_sums_equal_the_reference_bitwise(platform, case, values, found_inf):
     results = with_squares(spec, *request, given, operands)
     sums = results.squares
     assert_trees_same_bits(results._replace(squares=None), step(spec, given, operands))
-    want = kernel.squares_reference(spec, given, operands, request, xp=np)
+    want = squares_reference(spec, given, operands, request, xp=np)
     assert_same_bits(sums, want)
     if values == "plain":
         assert np.isfinite(want).all() and (want[len(SIZES) - 1] > 0)[:2].all()
@@ -103,7 +104,7 @@ def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, ga
     sums = with_squares(spec, *request, given, Operands(grads, *others)).squares
     summed = reference.pairwise_sum(grads[0].astype(F32).reshape(3, total), np)
     one = dataclasses.replace(spec, contributions=1)
-    want = kernel.squares_reference(one, given, Operands([summed], *others), request, xp=np)
+    want = squares_reference(one, given, Operands([summed], *others), request, xp=np)
     assert_same_bits(sums, want)
 
 
@@ -114,8 +115,8 @@ def test_fallback_sums_are_close(monkeypatch, found_inf):
     spec = Spec("step_split", tuple(i % 2 for i in range(len(SIZES))), FLAGS)
     given = scalars(random_rows(count=3), found_inf=found_inf)
     request = squares_request(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    sums = kernel.adam(spec, given, operands, request).squares
-    want = kernel.squares_reference(spec, given, operands, request, xp=np)
+    sums = adam(spec, given, operands, request=request).squares
+    want = squares_reference(spec, given, operands, request, xp=np)
     np.testing.assert_allclose(sums, want, rtol=1e-5)
 
 
@@ -125,11 +126,6 @@ QUANTIZED = {
     "block16, remainder16": ("step_split", BF16, BF16, BLOCK16, BLOCK16, True),
     "main, stochastic": ("step_and_cast", BF16, F32, BF16, F32, True),
 }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def quantized_with_squares(spec, fine, segments, *args):
-    return quantized_adam.adam(spec, *args, reference.SquaresRequest(fine, segments))
 
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
@@ -145,15 +141,16 @@ def test_sums_of_quantized_steps_equal_the_reference_bitwise(platform, case, fou
         stored[name] = [encode(name, x, None, np) if encode else x.astype(codec) for x in plain]
     operands = operands._replace(**stored)
     groups = tuple(i % 2 for i in range(len(SIZES)))
-    adam = Spec(mode, groups, FLAGS, BF16 if mode == "step_and_cast" else None)
-    spec = QuantizedSpec(adam, is_stochastic, tuple(range(len(SIZES))))
+    out_dtype = BF16 if mode == "step_and_cast" else None
+    rounding = RoundingSpec(is_stochastic, tuple(range(len(SIZES))))
+    spec = Spec(mode, groups, FLAGS, out_dtype, rounding=rounding)
     given = scalars(random_rows(count=3), found_inf=found_inf)
     positions = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(len(SIZES), np.int32)))
-    args = given, rounded(), positions, operands
+    args = given, operands, rounded(positions)
     request = squares_request(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
-    results = quantized_with_squares(spec, *request, *args)
-    sums, plain = results.squares, jax.jit(quantized_adam.adam, static_argnums=0)(spec, *args)
-    assert_trees_same_bits(results._replace(squares=None), plain)
-    want = quantized_adam.squares_reference(spec, given, operands, request, xp=np)
+    results = with_squares(spec, *request, *args)
+    sums = results.squares
+    assert_trees_same_bits(results._replace(squares=None), step(spec, *args))
+    want = squares_reference(spec, given, operands, request, xp=np)
     assert_same_bits(sums, want)
     assert np.isfinite(want).all() and (want[len(SIZES) - 1, 2] == 0) == found_inf

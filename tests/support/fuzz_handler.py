@@ -182,7 +182,7 @@ def starts_of(sizes):
 
 @st.composite
 def quantized_calls(draw):
-    """A coded or stochastically rounded step, as kernels/quantized_adam.py makes it."""
+    """A coded or stochastically rounded step, as kernels/adam.py makes it."""
     count = draw(st.sampled_from([2, 1, 3, 0]))
     sizes = draw(st.lists(st.sampled_from([130, 1, 0, 300]), min_size=count, max_size=count))
     blocks = [-(-n // BLOCK) for n in sizes]
@@ -244,9 +244,9 @@ def squares_calls(draw):
     sizes = np.ravel(attributes.get("sizes", none)).tolist()
     if not sizes and isinstance(copies, np.int32) and copies > 0:
         sizes = [math.prod(x[0]) // int(copies) for x in step["operands"][first : first + count]]
-    fine = [draw(st.integers(0, 1)) for _ in sizes]
+    by_element = [draw(st.integers(0, 1)) for _ in sizes]
     is_sane = all(isinstance(n, int) and 0 <= n < 1000 for n in sizes)
-    runs = sum(map(reference.num_runs, sizes, fine)) if is_sane else 1
+    runs = sum(map(reference.num_runs, sizes, by_element)) if is_sane else 1
     segments = draw(st.integers(0, 3))
     own = [((segments, 2), jnp.int32), ((segments, 3), jnp.float32), ((3, runs), jnp.float32)]
     if draw(st.sampled_from([False, False, False, True])):
@@ -256,7 +256,7 @@ def squares_calls(draw):
     call["operands"] = [own[0], *step["operands"]]
     call["results"] = [*own[1:], *step["results"]]
     call["aliases"] = {k + 1: v + 2 for k, v in step["aliases"].items()}
-    call["attributes"] = attributes | {"fine": np.asarray(fine, np.int32)}
+    call["attributes"] = attributes | {"fine": np.asarray(by_element, np.int32)}
     return call
 
 

@@ -349,9 +349,12 @@ class Interpreter(Training):
             for bucket, elements in pairs:
                 _write(flat, bucket.offset, getattr(elements, name))
             return [flat]
-        codes = np.zeros((*self.devices.shape, layout.coded_size), CODES[given].dtype)
-        scales = np.zeros((*self.devices.shape, layout.coded_size // BLOCK), F32)
-        floats = np.zeros((*self.devices.shape, layout.uncoded_size), F32)
+        coded = sum(_aligned(bucket.shard_size) for bucket in layout.buckets if bucket.is_coded)
+        sizes = coded, layout.flat_size - coded
+        coded, uncoded = (max(size, BLOCK) for size in sizes)  # no array is empty
+        codes = np.zeros((*self.devices.shape, coded), CODES[given].dtype)
+        scales = np.zeros((*self.devices.shape, coded // BLOCK), F32)
+        floats = np.zeros((*self.devices.shape, uncoded), F32)
         for bucket, elements in pairs:
             moment, start = getattr(elements, name), bucket.moment_offset
             if bucket.is_coded:

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 
 from jdistadam.core import hyperparameters
-from jdistadam.kernels import adam as kernel
 from jdistadam.kernels import native, reference
+from jdistadam.kernels.operands import Scalars
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 DTYPES = (F32, BF16, F16)
@@ -53,7 +53,7 @@ def random_rows(count=7, groups=2):
 
 
 def by_reference(spec, scalars, operands):
-    """kernel.adam by the reference implementation: a list of AdamResult, one per leaf."""
+    """kernels.adam.adam by the reference implementation: a list of AdamResult, one per leaf."""
     rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
     named = [dict(zip(hyperparameters.NAMES, row, strict=True)) for row in rows]
     grads, *others, out = operands
@@ -75,7 +75,7 @@ def by_reference(spec, scalars, operands):
 
 
 def scalars(rows, inv_scale=0.37, found_inf=False):
-    return kernel.Scalars(np.asarray(rows), np.float32(inv_scale), np.bool_(found_inf))
+    return Scalars(np.asarray(rows), np.float32(inv_scale), np.bool_(found_inf))
 
 
 for _platform in native.PLATFORMS:

@@ -5,11 +5,12 @@ import functools
 import jax
 import numpy as np
 
-from jdistadam.kernels import quantized_adam as kernel
-from jdistadam.kernels.quantized_adam import Rounding
+from jdistadam.kernels.adam import adam
+from jdistadam.kernels.operands import Rounding
+from jdistadam.kernels.reference_step import adam_reference
 
-adam_of_parts = jax.jit(kernel.adam, static_argnums=0)
-by_reference = functools.partial(kernel.adam_reference, xp=np)
+adam_of_parts = jax.jit(adam, static_argnums=0)
+by_reference = functools.partial(adam_reference, xp=np)
 
 
 def plain_array(rng, size, dtype, nonnegative=False):
@@ -19,6 +20,6 @@ def plain_array(rng, size, dtype, nonnegative=False):
         return np.float32(np.abs(x) if nonnegative else x).astype(dtype)
 
 
-def rounded(seed=2**40 + 5, count=6):
+def rounded(positions=None, seed=2**40 + 5, count=6):
     key = np.asarray([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-    return Rounding(key, np.int32(count))
+    return Rounding(key, np.int32(count), positions)

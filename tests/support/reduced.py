@@ -16,7 +16,7 @@ def reduced(tx, params, local_grads):
         leaves = [x[0] for x in jax.tree.leaves(grads)]
         shards = accumulate.summed_shards(tx.config, schedule, leaves, includes_outer=True)
         dtypes.extend(x.dtype for x in shards)
-        return packing.flat_of(schedule.layout, shards, jnp.float32)
+        return packing.flat_of(schedule.layout.buckets, shards, jnp.float32)
 
     specs = tx.config.parallel
     sharded = jax.shard_map(
