@@ -80,7 +80,7 @@ def make_calls(
     if has_windows:
         return _gathering_at_the_end(calls, len(layout.buckets))
     indices_of = [tuple(piece.bucket_index for piece in call.pieces) for call in calls]
-    is_sent = [entry.gathered_bytes > 0 for entry in schedule.buckets]
+    is_sent = [x.gathered_bytes > 0 and not x.is_copied for x in schedule.buckets]
     waits = [(), (), *(tuple(i for i in x if is_sent[i]) for x in indices_of)]
     return [
         dataclasses.replace(call, waits_for=waits[k], gathers=indices_of[k])
@@ -117,16 +117,26 @@ def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
 
 
 def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
-    """Splits buckets, in order, into groups whose gathers XLA merges into one."""
+    """Splits buckets, in order, into groups whose gathers XLA merges into one.
+
+    Over peer memory: in the order of their gradients, into groups of about as many bytes, so that
+    copies overlap other groups.
+    """
+    are_copied = any(schedule.buckets[i].is_copied for i in indices)
+    if are_copied:
+        pieces = [[Piece(i, schedule.layout.buckets[i])] for i in indices]
+        ordered = _as_gradients_come(pieces, schedule.order or ())
+        indices = [piece.bucket_index for (piece,) in ordered]
     groups, nbytes = list[list[int]](), 0
     for i in indices:
-        added = schedule.buckets[i].gathered_bytes
+        entry = schedule.buckets[i]
+        added = entry.whole_bytes if are_copied else entry.gathered_bytes
         if not groups or (added and nbytes + added > MERGED_BYTES):
             groups.append([])
             nbytes = 0
         groups[-1].append(i)
         nbytes += added
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def _as_gradients_come(given: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:

@@ -132,6 +132,16 @@ class BucketSchedule:
         return sent[-1].elements * sent[-1].dtype.itemsize if sent else 0
 
     @property
+    def is_copied(self) -> bool:
+        """Whether it goes over peer memory."""
+        return any(x.places for x in self.collectives)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of its parameters."""
+        return max((x.elements for x in self.collectives), default=0) * self.bucket.dtype.itemsize
+
+    @property
     def collectives(self) -> Phase:
         """All phases."""
         reductions = self.reduce + self.reduce_outer

@@ -155,7 +155,7 @@ class _Gradient:
         self, i: Any, batch: Any, model_state: Any, *, is_in_loop: bool = False
     ) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
-        params = self.forward.params
+        params, config = self.forward.params, self.forward.tx.config
         output = self.forward.output(i, batch, model_state)
 
         def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
@@ -169,7 +169,7 @@ class _Gradient:
             with weighting_shards(weight) as shards:
                 (_, out), grads = differentiate(params)
             out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
-        elif self.forward.tx.config.updates_early and not is_in_loop:
+        elif (config.updates_early or config.places) and not is_in_loop:
             ((_, out), grads), order = with_order(differentiate, params)
         else:
             (_, out), grads = differentiate(params)

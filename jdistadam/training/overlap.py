@@ -89,15 +89,16 @@ class _Evaluation:
         return values_of(self._jaxpr.outvars, self._known)
 
     def _lazy(self) -> list[bool]:
-        """Waits, and what is made of their results and of arguments alone."""
+        """Waits, what is made of their results and of arguments alone, and all after the model."""
+        products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
+        self._end = products[-1] + 1 if products else 0
         lazy, arguments = set[Any](), {*self._jaxpr.invars, *self._jaxpr.constvars}
         found = []
         for i, eqn in enumerate(self._eqns):
             used = set(variables(eqn.invars))
             is_lazy = self._is_wait[i] or (
                 not (self._is_anchor[i] or self._is_start[i])
-                and bool(used & lazy)
-                and used <= lazy | arguments
+                and (i >= self._end or (bool(used & lazy) and used <= lazy | arguments))
             )
             lazy |= set(eqn.outvars) if is_lazy else set()
             found.append(is_lazy)
@@ -105,8 +106,6 @@ class _Evaluation:
 
     def _hoisted(self) -> list[bool]:
         """Starts, and what they need that is made of arguments alone, or after the last product."""
-        products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
-        end = products[-1] + 1 if products else 0
         simple = {*self._jaxpr.invars, *self._jaxpr.constvars}
         for i, eqn in enumerate(self._eqns):
             if not self._is_anchor[i] and simple.issuperset(variables(eqn.invars)):
@@ -117,9 +116,9 @@ class _Evaluation:
                 continue
             for v in variables(self._eqns[i].invars):
                 k = self._made_by.get(v, -1)
-                is_early = k >= end or v in simple
-                if k >= 0 and is_early and not (self._is_lazy[k] or self._is_anchor[k]):
-                    found[k] = True
+                is_early = k >= self._end or v in simple
+                if k >= 0 and is_early and not (self._is_wait[k] or self._is_anchor[k]):
+                    found[k], self._is_lazy[k] = True, False
         return found
 
     def _ranks(self) -> dict[int, int]:
