@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import collectives, memory, trees
 from jdistadam.core.arguments import check_flag, is_real, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
-from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.guards import GUARDS
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
@@ -42,14 +42,9 @@ from jdistadam.errors import (
 
 
 def check_arguments(
-    policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_grads: Any, state_buffer_bytes: Any
+    max_grad_norm: Any, bucket_bytes: Any, average_grads: Any, state_buffer_bytes: Any
 ) -> None:
-    """Raises PolicyError or HyperparameterError unless types and ranges are right."""
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise PolicyError(
-            f"policy: not a policy: got {policy!r}, expected jdistadam.MixedPrecisionPolicy. "
-            "Pass policy=jdistadam.MixedPrecisionPolicy(...)."
-        )
+    """Raises HyperparameterError unless types and ranges are right."""
     check_flag("average_grads", average_grads)
     sizes = {"bucket_bytes": bucket_bytes, "state_buffer_bytes": state_buffer_bytes}
     for name, value in sizes.items():
@@ -399,9 +394,8 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
 
 
 _OF_OPTIONS = (
-    ("scaling", "loss_scale", "LossScaleState"),
+    *((guard.field, guard.option, guard.kind.__name__) for guard in GUARDS),
     ("ema", "ema_decay", "an array"),
-    ("guard", "norm_guard", "NormGuardState"),
 )
 
 

@@ -13,10 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import memory, trees
+from jdistadam.core import guards, memory, trees
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.codecs import FLOAT32
-from jdistadam.core.guards import DynamicLossScale, NormGuard
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
@@ -44,7 +42,7 @@ class DistributedConfig:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     max_grad_norm: float | None
-    loss_scale: float | DynamicLossScale | None
+    loss_scale: float | guards.DynamicLossScale | None
     average_grads: bool
     bucket_bytes: int
     given_param_specs: Any
@@ -52,7 +50,7 @@ class DistributedConfig:
     gathered_in_model: Callable[[str], bool] | None = None
     communication: Communication = OVER_XLA
     ema_decay: float | None = None
-    norm_guard: NormGuard | None = None
+    norm_guard: guards.NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
     on_host: tuple[str, ...] = ()
     state_buffer_bytes: float = 0
@@ -80,8 +78,13 @@ class DistributedConfig:
     @property
     def takes_norm_first(self) -> bool:
         """Whether every update depends on all gradients: for clipping or a skip."""
-        options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
-        return any(option is not None for option in options)
+        return self.max_grad_norm is not None or bool(self.active_guards)
+
+    @property
+    def active_guards(self) -> list[tuple[guards.Guard, Any]]:
+        """The guards of a step, each with the value of its option."""
+        pairs = ((guard, getattr(self, guard.option)) for guard in guards.GUARDS)
+        return [(guard, value) for guard, value in pairs if value is not None]
 
     @property
     def updates_early(self) -> bool:
@@ -298,7 +301,7 @@ def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]
     """Raises PolicyError if sending would lose bits of parameters, or would widen them."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
-        has_main = policy.main_params == FLOAT32
+        has_main = policy.main_params.is_stored and not policy.main_params.is_remainder
         if _is_rounded_to_send(policy, leaf.dtype) and not has_main:
             raise PolicyError(
                 f"{leaf.path}: would be rounded to param_comm_dtype at every step: got {comm} for "

@@ -18,13 +18,11 @@ from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.arguments import FLOATS, float_dtype
 from jdistadam.core.guards import (
     DynamicLossScale,
-    LossScaleState,
     NormGuard,
-    NormGuardState,
     check_loss_scale,
     check_norm_guard,
 )
-from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.precision import MixedPrecisionPolicy, policy_of
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import bucket_leaves, model_axes
@@ -209,8 +207,8 @@ def distributed(
     if tx.distributed_by is not None:
         return tx.distributed_by(functools.partial(distributed, **options))
     assert algorithm is not None
-    policy = MixedPrecisionPolicy() if policy is None else policy
-    check_arguments(policy, max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes)
+    policy = policy_of(policy)
+    check_arguments(max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes)
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)
@@ -351,8 +349,9 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     """PartitionSpecs of the state."""
     flat: Any = config.parallel.state_spec
     everywhere: Any = P()
-    scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
-    guard = NormGuardState(*(everywhere for _ in NormGuardState._fields))
+    guards = {
+        x.field: x.kind(*(everywhere for _ in x.kind._fields)) for x, _ in config.active_guards
+    }
     storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
     return DistributedState(
         count=everywhere,
@@ -361,8 +360,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         nu=coded if storage.nu.is_coded else flat,
         grad_norm=everywhere,
         layout_digest=everywhere,
-        scaling=None if config.loss_scale is None else scaling,
         key=everywhere if storage.is_stochastic else None,
         ema=None if config.ema_decay is None else flat,
-        guard=None if config.norm_guard is None else guard,
+        **guards,
     )

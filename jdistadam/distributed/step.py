@@ -11,7 +11,7 @@ import optax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import make_primitive
-from jdistadam.core.guards import LossScaleState, new_loss_scale, new_norm_guard
+from jdistadam.core.guards import LossScaleState
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
@@ -59,10 +59,9 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
         layout_digest=jnp.asarray(config.layout_digest(layout)),
-        scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=storage.key if storage.is_stochastic else None,
-        guard=None if config.norm_guard is None else new_norm_guard(),
         ema=new_ema(config, layout, leaves, main),
+        **{guard.field: guard.new(value) for guard, value in config.active_guards},
     )
     return host_memory.to_host(config, new)
 
@@ -109,11 +108,9 @@ def step_local(
         main_params=done.flat.main_params,
         mu=done.flat.mu,
         nu=done.flat.nu,
-        grad_norm=verdict.norm,
+        grad_norm=verdict.facts.norm,
         layout_digest=state.layout_digest,
-        scaling=verdict.next_scaling(config, state.scaling),
         key=state.key,
-        guard=verdict.next_guard(config, state.guard),
         ema=next_ema(
             config,
             layout,
@@ -123,12 +120,13 @@ def step_local(
             is_skipped,
             after=jax.tree.leaves(done.flat),  # windows of both are not on the device at once
         ),
+        **verdict.next_guards(config, state),
     )
     return StepResult(
         schedule.treedef.unflatten(leaves),
         new_state,
         is_skipped,
-        verdict.is_other_layout,
+        verdict.facts.is_other_layout,
         jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count)),
         norms_of(config, layout, done.squares, verdict),
     )

@@ -201,8 +201,7 @@ def _windows(config: DistributedConfig, layout: Layout) -> int:
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     policy = config.policy
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
-    scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
-    scalars += 0 if config.norm_guard is None else 4  # of NormGuardState
+    scalars = 2 + sum(len(guard.kind._fields) for guard, _ in config.active_guards)
     scalars += 2 if config.algorithm.storage.is_stochastic else 0  # the key
     held = {
         "params": sum(
