@@ -316,13 +316,13 @@ def test_plan_sends_stacked_layers_one_by_one(monkeypatch, capsys):
     monkeypatch.setitem(bench.TREES, "small", shapes)
     options = ("--tree", "small", "--sharding-strategy", "optim_grads_params")
     found = []
-    for more in ((), ("--stacked", "layers")):
+    for more in ((), ("--layers", "layers")):
         assert __main__.main(["plan", *options, *more]) == 0
         rows = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
         found.append([row[4] for row in rows if row[:1] == ["all-gather"]])
     assert [sorted(times) for times in found] == [["1"], ["1", "6"]]
-    err = error_of(capsys, "plan", *options, "--stacked", "blocks")
-    assert "TreeError: --stacked: selects no leaf" in err and "or leave --stacked out" in err
+    err = error_of(capsys, "plan", *options, "--layers", "blocks")
+    assert "TreeError: --layers: selects no leaf" in err and "or leave --layers out" in err
 
 
 def test_plan_works_for_a_million_devices(small, capsys):

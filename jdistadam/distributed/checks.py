@@ -121,15 +121,6 @@ def check_early_updates(
         )
 
 
-def check_predicate(name: str, predicate: Any) -> None:
-    """Raises HyperparameterError unless an argument is a predicate on paths or None."""
-    if predicate is not None and not callable(predicate):
-        raise HyperparameterError(
-            f"{name}: not a predicate: got {predicate!r}, expected a function of the path of a "
-            f'leaf that returns a bool. Pass for example {name}=lambda path: "layers" in path.'
-        )
-
-
 def check_inside(parallel: DataParallel, function: str, *, over_data_alone: bool = False) -> None:
     """Raises MeshError unless called inside a shard_map over all axes, or over the data axes."""
     axes = parallel.shard_axes + parallel.replica_axes

@@ -31,12 +31,12 @@ from jdistadam.distributed.checks import (
     check_arguments,
     check_early_updates,
     check_ema_decay,
-    check_predicate,
     parse_state_memory,
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
+from jdistadam.distributed.layers import as_layers
 from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -64,8 +64,7 @@ def distributed(
     bucket_bytes: int = 32 << 20,
     param_specs: Any = None,
     communication: str = "auto",
-    stacked: Callable[[str], bool] | None = None,
-    gathered_in_model: Callable[[str], bool] | None = None,
+    layers: Callable[[str], str | None] | None = None,
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
@@ -115,7 +114,7 @@ def distributed(
         accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
         dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
       outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
-      reshard_after_forward: Under "optim_grads_params". True: layers of ``stacked`` leaves are
+      reshard_after_forward: Under "optim_grads_params". True: ``layers`` of a scan are
         gathered one by one, again in the backward pass, and gradients are reduced in every
         micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
         whole gradients over its micro-batches, and reduces them once; devices still hold shards
@@ -143,18 +142,14 @@ def distributed(
         virtual CPU devices) of one process; raises if it is not supported, see
         ``distributed/communication.py``. "auto": "peer" on GPUs if it is supported, which requires
         ``grad_reduce_dtype=jnp.float32`` among others, else "xla". Both give the same bits.
-      stacked: For models that scan over layers: a predicate on the path of a leaf, such as
-        ``lambda path: "layers" in path`` for ``params['layers']['w']``, that selects leaves whose
-        first dimension is the layers. Shards of these leaves are cut within a layer. The model
-        calls ``gather_params`` in its scan: under "optim_grads_params" with
-        ``reshard_after_forward``, ``train_step`` leaves these leaves sharded; otherwise layers are
-        already whole.
-      gathered_in_model: For models that do not scan: a predicate on the path of a leaf, such as
-        ``lambda path: "block" in path``, that selects parameters that the model gathers itself
-        before it uses them. Under "optim_grads_params" with ``reshard_after_forward``,
-        ``train_step`` and ``eval_step`` pass these to ``loss_fn`` as shards, and it calls
-        ``gather_params`` for one block of them at a time, best inside of ``jax.checkpoint``; under
-        other strategies they are already whole. See docs/scanned_layers.md.
+      layers: For models that gather their layers themselves: a function of the path of a leaf, such
+        as ``lambda path: "scan" if "layers" in path else None`` for ``params['layers']['w']``.
+        "scan": the first dimension of the leaf is the layers, over which the model scans; shards
+        are cut within a layer. "block": the model gathers the leaf before it uses it. None: all
+        others. Under "optim_grads_params" with ``reshard_after_forward``, ``train_step`` and
+        ``eval_step`` pass these leaves to ``loss_fn`` as shards. The model calls ``gather_params``
+        in its scan, or for one block at a time, best inside of ``jax.checkpoint``; under other
+        strategies layers are already whole. See docs/scanned_layers.md.
       ema_decay: Keeps a moving average :math:`e` of the exact parameters :math:`p` (main
         parameters, if any): :math:`e_0 = p_0`, then in every applied step
         :math:`e_t = d e_{t-1} + (1 - d) p_t` with :math:`d` = ``ema_decay``, between 0 and 1.
@@ -202,6 +197,7 @@ def distributed(
       ``DistributedFusedAdam``.
     """
     state_memory = dict(state_memory) if isinstance(state_memory, Mapping) else state_memory
+    layers = as_layers(layers)
     options = {name: value for name, value in locals().items() if name != "tx"}
     algorithm = _algorithm_of(tx)
     if tx.distributed_by is not None:
@@ -223,8 +219,6 @@ def distributed(
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
-    check_predicate("stacked", stacked)
-    check_predicate("gathered_in_model", gathered_in_model)
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
@@ -241,8 +235,7 @@ def distributed(
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
         given_param_specs=param_specs,
-        stacked=stacked,
-        gathered_in_model=gathered_in_model,
+        layers=layers,
         communication=choose_communication(
             communication,
             parallel,
