@@ -26,7 +26,7 @@ class Facts(NamedTuple):
     norm: jax.Array  # of the mean gradient; NaN with a state of another layout
     found_inf: Any = False  # whether a gradient is non-finite; only with a loss scale
     is_empty: Any = None  # whether the total weight is zero; None if it cannot be
-    is_other_layout: Any = False  # whether the state has another layout: it is not skipped
+    is_other_layout: Any = False  # whether the state has another layout: never skipped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.arguments import FLOATS, float_dtype
+from jdistadam.core.arguments import FLOATS, check_effects, float_dtype
 from jdistadam.core.guards import (
+    GUARDS,
     DynamicLossScale,
     NormGuard,
     check_loss_scale,
@@ -29,7 +30,6 @@ from jdistadam.distributed import bucket_leaves, model_axes
 from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.checks import (
     check_arguments,
-    check_early_updates,
     check_ema_decay,
     parse_state_memory,
 )
@@ -204,7 +204,7 @@ def distributed(
         return tx.distributed_by(functools.partial(distributed, **options))
     assert algorithm is not None
     policy = policy_of(policy)
-    check_arguments(max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes)
+    check_arguments(max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes, early_updates)
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)
@@ -215,14 +215,12 @@ def distributed(
         strategy=sharding_strategy,
         outer_strategy=outer_sharding_strategy,
         reshard_after_forward=reshard_after_forward,
-        policy=policy,
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
-    check_early_updates(early_updates, max_grad_norm, loss_scale, norm_guard, parallel.tensor_axes)
     on_host = parse_state_memory(
         state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
     )
@@ -252,8 +250,48 @@ def distributed(
         state_buffer_bytes=state_buffer_bytes,
         early_updates=early_updates,
     )
+    _check_effects(config)
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
+
+
+def _check_effects(config: DistributedConfig) -> None:
+    """Raises PolicyError for an option that has no effect with the others."""
+    parallel, comm = config.parallel, config.policy.param_comm_dtype
+    shards, strategy = parallel.strategy != "no_shard", f"sharding_strategy={parallel.strategy!r}"
+    waits = ("max_grad_norm", *(guard.option for guard in GUARDS))
+    late = []
+    if config.early_updates:
+        given = [(name, getattr(config, name)) for name in waits]
+        late = [f"{name}={x!r:.60}" for name, x in given if x is not None]
+        late += [f"mesh axis {axis!r} of a model" for axis in parallel.tensor_axes]
+    check_effects(
+        (
+            not (parallel.reshard_after_forward or parallel.shards_params),
+            "reshard_after_forward: parameters are not sharded under this strategy: "
+            f"got False with {strategy}, expected True, or sharding_strategy='optim_grads_params'. "
+            "Pass sharding_strategy='optim_grads_params', or leave it out.",
+        ),
+        (
+            parallel.outer_strategy == "optim" and not (parallel.replica_axes and shards),
+            "outer_sharding_strategy: 'optim' shards the optimizer state over replica_axis too: "
+            f"got {strategy}, replica_axis={parallel.replica_axes or None}, "
+            "expected a replica_axis and a sharding_strategy other than 'no_shard'. "
+            "To shard over only one axis, make it the shard_axis.",
+        ),
+        (
+            comm is not None and not shards,
+            "param_comm_dtype: no parameters are communicated under this strategy: "
+            f"got {comm} with {strategy}, expected None. "
+            "Leave it at None, or choose a strategy that shards.",
+        ),
+        (
+            bool(late),
+            "early_updates: updates need all gradients first: "
+            f"got early_updates=True with {''.join(late[:1])}, expected none of "
+            f"{', '.join(waits)} and no model axes. Leave out one of the two.",
+        ),
+    )
 
 
 def _algorithm_of(tx: Any) -> Algorithm | None:
