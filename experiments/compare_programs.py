@@ -281,7 +281,7 @@ def with_scanned_layers(meshes):
             BF16,
             policy,
             sharding_strategy="optim_grads_params",
-            stacked=lambda path: "layers" in path,
+            layers=lambda path: "scan" if "layers" in path else None,
             params=stacked_params(BF16),
             loss=scanned_loss,
             steps=steps,

@@ -80,19 +80,19 @@ def sent(row, op, axes="data"):
 
 LAYERS = {  # row: model, its gathers in the forward and in the backward pass, their size
     "scanned, layer by layer": (
-        "scanned, `stacked`, with `jax.checkpoint`",
+        "scanned, `layers`, with `jax.checkpoint`",
         "layer by layer",
         "layer by layer",
         "two or three layers",
     ),
     "unrolled, block by block": (
-        "unrolled, `gathered_in_model`, with `jax.checkpoint` and `after`",
+        "unrolled, `layers`, with `jax.checkpoint` and `after`",
         "block by block",
         "block by block",
         "one or two blocks",
     ),
     "unrolled, block by block, nothing recomputed": (
-        "unrolled, `gathered_in_model`, without `jax.checkpoint`",
+        "unrolled, `layers`, without `jax.checkpoint`",
         "block by block",
         "nothing: parameters stay gathered",
         "all blocks, at the end of the forward pass",

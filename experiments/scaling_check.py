@@ -208,7 +208,7 @@ def predict_trained(args, found, machine, seconds):
             replica_axis="replica" if args.replicas > 1 else None,
             sharding_strategy=args.strategy,
             max_grad_norm=args.max_grad_norm,
-            stacked=train_lm.is_stacked if gathers else None,
+            layers=train_lm.layers_of if gathers else None,
         )  # fmt: skip
 
     (row,) = scaling(
@@ -256,8 +256,7 @@ def extrapolate():
 
         def make(mesh, strategy=strategy, modifiers=modifiers, is_scanned=is_scanned):
             axis = "replica" if "replica" in mesh.axis_names else None
-            stacked = model.is_stacked if is_scanned else None
-            return make_tx(mesh, strategy, modifiers, stacked=stacked, replica_axis=axis)
+            return make_tx(mesh, strategy, modifiers, is_scanned=is_scanned, replica_axis=axis)
 
         tables[label] = scaling(
             shapes, make, machine_of(run), tokens=tokens, recomputes=True,

@@ -49,6 +49,11 @@ class Row:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def layers_of(path):
+    """What the model gathers itself: layers of the scan, or blocks."""
+    return "scan" if "layers" in path else "block" if "block_" in path else None
+
+
 def at_any_time(layer, tx, after):
     return jda.gather_params(layer, tx)
 
@@ -110,8 +115,7 @@ def compile_row(config, mesh, row):
         sharding_strategy=row.strategy,
         policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"),
         max_grad_norm=1.0,
-        stacked=(lambda path: "layers" in path) if gathers and row.scans else None,
-        gathered_in_model=(lambda path: "block_" in path) if gathers and not row.scans else None,
+        layers=layers_of if gathers else None,
         param_specs=gpt.partition_specs(params, "model") if has_model_axis else None,
     )
     gather = functools.partial(row.gather, tx=tx) if gathers else given

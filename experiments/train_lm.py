@@ -74,15 +74,16 @@ def make_schedule(args):
     )
 
 
-def is_stacked(path):
-    return "layers" in path
+def layers_of(path):
+    """What the model gathers itself: layers of a scan, or blocks."""
+    return "scan" if "layers" in path else "block" if "block_" in path else None
 
 
 def matrices(params):
     """Which leaves have more than one dimension, unlike biases and norm scales, in one layer."""
 
     def is_matrix(path, x):
-        return len(x.shape) > (2 if is_stacked(jax.tree_util.keystr(path)) else 1)
+        return len(x.shape) > (2 if layers_of(jax.tree_util.keystr(path)) == "scan" else 1)
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -116,8 +117,7 @@ def setup_jdistadam(args, mesh, model, params, specs):
         sharding_strategy=args.strategy,
         policy=policy,
         max_grad_norm=args.max_grad_norm,
-        stacked=is_stacked if gathers_scanned else None,
-        gathered_in_model=(lambda path: "block_" in path) if args.gathered_in_model else None,
+        layers=layers_of if gathers_scanned or args.gathered_in_model else None,
         param_specs=specs if args.model_axis > 1 else None,
     )  # fmt: skip
     if gathers_scanned or args.gathered_in_model:

@@ -172,7 +172,7 @@ def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
         reshard_after_forward=args.reshard_after_forward,
         policy=command_line.policy(args),
         max_grad_norm=1.0,
-        stacked=command_line.stacked(args),
+        layers=command_line.layers(args),
     )
     leaves = args.tree.shapes.items()
     return tx, {path: jax.ShapeDtypeStruct(shape, args.param_dtype) for path, shape in leaves}

@@ -1,6 +1,7 @@
 """The layers hold: imports go downward, and each idea has one place; the tests stand as they do."""
 
 import ast
+import collections
 import io
 import re
 import tokenize
@@ -195,6 +196,24 @@ def test_functions_have_at_most_60_lines():
         if size > LONGER.get(name, MOST_LINES)
     }
     assert long == {}
+
+
+def test_checks_of_pairs_are_few_and_in_contributing():
+    """Each row of the table names a function that raises."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition("## Options that contradict each other")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .+ \| `(\S+): (\w+)` \| .+ \|$", section, re.M)
+    assert len(rows) == section.count("\n|") - 2 and 0 < len(rows) <= 18
+    expected, found = collections.Counter(rows), collections.Counter()
+    for path, name in expected:
+        functions = {
+            node.name: node
+            for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+            if isinstance(node, ast.FunctionDef)
+        }
+        raised = [x for x in ast.walk(functions[name]) if isinstance(x, ast.Raise)]
+        found[path, name] = min(len(raised), expected[path, name])
+    assert found == expected
 
 
 MOST_IMPORTS = 25

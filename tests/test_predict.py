@@ -157,7 +157,7 @@ def test_whole_leaves_are_gathered_beside_the_forward_pass_but_before_several_mi
 def test_layers_are_gathered_and_reduced_beside_others():
     """Ten layers of 2 Mi parameters: 2 MiB sent for each, three times; one of each is exposed."""
     tree = {"layers": jax.ShapeDtypeStruct((10, 2048, 1024), jnp.bfloat16)}
-    tx = make(numbers(2), sharding_strategy="optim_grads_params", stacked=lambda path: True)
+    tx = make(numbers(2), sharding_strategy="optim_grads_params", layers=lambda path: "scan")
     time = predict(tx, tree, model=30.0)
     one = 2 * MIB / 1e8
     found = {"reduce-scatter": 10 * one, "all-gather": 20 * one}
@@ -166,7 +166,7 @@ def test_layers_are_gathered_and_reduced_beside_others():
     }
     np.testing.assert_allclose(time.exposed, 3 * one, rtol=1e-12)
     # Sums over two replicas follow at the end, of all layers' shards of 20 MiB: there and back.
-    hybrid = make(numbers(2, 2), sharding_strategy="optim_grads_params", stacked=lambda path: True)
+    hybrid = make(numbers(2, 2), sharding_strategy="optim_grads_params", layers=lambda path: "scan")
     time = predict(hybrid, tree, model=30.0)
     np.testing.assert_allclose(time.exposed, 3 * one + 20 * MIB / 1e8, rtol=1e-12)
 
@@ -175,7 +175,7 @@ def test_stacked_leaves_that_devices_hold_whole_are_reduced_at_the_end():
     """And gathered there."""
     tree, whole = shapes(*[(2, 64 * MIB)] * 4), 4 * 128 * MIB / 1e8
     for strategy in ("optim_grads", "optim"):
-        tx = make(numbers(2), sharding_strategy=strategy, stacked=lambda path: True)
+        tx = make(numbers(2), sharding_strategy=strategy, layers=lambda path: "scan")
         time = predict(tx, tree, model=300.0)
         np.testing.assert_allclose(time.exposed, whole + whole, rtol=1e-12)
 

@@ -201,7 +201,7 @@ def _reductions(
     bucket, both = entry.bucket, [*entry.reduce, *entry.reduce_outer]
     if any(c.when == "layer" for c in entry.reduce):
         return list(entry.reduce), list(entry.reduce_outer)
-    if bucket.is_packed or any(schedule.layout.leaves[i].is_stacked for i in bucket.leaves):
+    if bucket.is_packed or any(schedule.layout.leaves[i].layers == "scan" for i in bucket.leaves):
         return [], both
     if accumulate_steps > 1 and config.parallel.shards_grads:
         return list(entry.reduce), list(entry.reduce_outer)

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
 
 from jdistadam.tools import bench
-from step_bench.model import is_stacked
 from step_bench.rows import STRATEGIES
 from step_bench.variants import make_tx
 
@@ -95,8 +94,7 @@ def make_row_tx(row, mesh):
     is_ours = row.variant in STRATEGIES
     is_scanned = is_ours and not row.is_alone and row.workload.is_scanned
     strategy = _LIKE_OURS.get(row.variant, row.variant)
-    stacked = is_stacked if is_scanned else None
-    return make_tx(mesh, strategy, row.modifiers, stacked=stacked)
+    return make_tx(mesh, strategy, row.modifiers, is_scanned=is_scanned)
 
 
 def _gathers_again(row):

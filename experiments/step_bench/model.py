@@ -70,14 +70,9 @@ def shapes(size, is_scanned):
     return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def is_stacked(path):
-    """Whether a leaf has a first dimension of layers."""
-    return "layers" in path
-
-
-def is_in_block(path):
-    """Whether a leaf is a parameter of a block of an unrolled model."""
-    return "block" in path
+def layers_of(path):
+    """Whether a leaf has a first dimension of layers, or is of a block of an unrolled model."""
+    return "scan" if "layers" in path else "block" if "block" in path else None
 
 
 def draw(tree, sharding, scale=0.02):

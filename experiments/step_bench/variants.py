@@ -114,7 +114,7 @@ def shard_specs(shapes, num_shards, is_first=False):
     """The largest or first dimension of each leaf that divides, apart from that of layers."""
 
     def spec(path, x):
-        first = int(models.is_stacked(jax.tree_util.keystr(path)))
+        first = int(models.layers_of(jax.tree_util.keystr(path)) == "scan")
         dims = [i for i in range(first, len(x.shape)) if x.shape[i] % num_shards == 0]
         if not dims:
             return P()
@@ -297,7 +297,7 @@ def norms_of(modifiers):
     return "total" if "norms" in modifiers else None
 
 
-def make_tx(mesh, strategy, modifiers, **kwargs):
+def make_tx(mesh, strategy, modifiers, *, is_scanned=False, **kwargs):
     return jda.distributed(
         jda.fused_adamw(LEARNING_RATE, **HYPER, **moments_of(modifiers)),
         mesh=mesh,
@@ -309,7 +309,7 @@ def make_tx(mesh, strategy, modifiers, **kwargs):
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,
         communication="xla" if "over_xla" in modifiers else "auto",
         reshard_after_forward="gathered_once" not in modifiers,
-        gathered_in_model=models.is_in_block if BY_BLOCK & modifiers else None,
+        layers=models.layers_of if is_scanned or BY_BLOCK & modifiers else None,
         ema_decay=0.999 if "ema" in modifiers else None,
         norms=norms_of(modifiers),
         norm_guard=jda.NormGuard(max_norm=1e9, max_ratio=1e9) if "guard" in modifiers else None,
@@ -323,8 +323,7 @@ class Ours:
     def __init__(self, setting, strategy, modifiers, options):
         self.setting, self.place = setting, setting.place
         is_scanned = setting.workload.is_scanned
-        stacked = models.is_stacked if is_scanned else None
-        self.tx = make_tx(setting.mesh, strategy, modifiers, stacked=stacked)
+        self.tx = make_tx(setting.mesh, strategy, modifiers, is_scanned=is_scanned)
         extra = {}
         if BY_BLOCK & modifiers or (is_scanned and strategy == "optim_grads_params"):
             gather = functools.partial(jda.gather_params, tx=self.tx)

@@ -15,12 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
-from jdistadam.core.guards import (
-    LossScaleState,
-    NormGuardState,
-    continued_loss_scale,
-    continued_norm_guard,
-)
+from jdistadam.core.guards import continued
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import bucket_leaves, flat_moments
 from jdistadam.distributed.flat_moments import is_flat_codes
@@ -170,11 +165,12 @@ class FlatAdam:
 
         scalars = {
             "grad_norm": values.get("grad_norm", np.float32(0)),
-            "scaling": continued_loss_scale(config.loss_scale, saved("scaling", LossScaleState)),
-            "guard": continued_norm_guard(config.norm_guard, saved("guard", NormGuardState)),
             "layout_digest": config.layout_digest(self.layout),
             "key": values.get("key", storage.key) if storage.is_stochastic else None,
         }
+        for guard, value in config.active_guards:
+            old = saved(guard.field, guard.kind)
+            scalars[guard.field] = continued(guard, value, old)
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back in another spelling: device_put copies nothing.
         for section, flat in self._new.items():

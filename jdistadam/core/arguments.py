@@ -92,6 +92,13 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+def check_effects(*options: tuple[bool, str]) -> None:
+    """Raises PolicyError for the first option without an effect: whether it is so, the message."""
+    for is_idle, message in options:
+        if is_idle:
+            raise PolicyError(message)
+
+
 def out_of_range(name: str, value: Any, expected: str) -> HyperparameterError:
     """Returns the error for a number out of range."""
     return HyperparameterError(

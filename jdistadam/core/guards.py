@@ -1,21 +1,32 @@
-"""What scales or skips a step, as device state: loss scaling, and a guard of the gradient norm.
+"""The guards of a step: they skip it, and keep a state on the device from step to step.
 
-The scale of a loss is updated after each step. The guard against spikes of the gradient norm has
-limits, and a running mean.
+``GUARDS`` has a loss scale, which is updated after each step, and a guard against spikes of the
+gradient norm, which has limits and a running mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, is_real, out_of_range
 from jdistadam.errors import HyperparameterError
+
+
+class Facts(NamedTuple):
+    """What guards know of a step before it updates."""
+
+    norm: jax.Array  # of the mean gradient; NaN with a state of another layout
+    found_inf: Any = False  # whether a gradient is non-finite; only with a loss scale
+    is_empty: Any = None  # whether the total weight is zero; None if it cannot be
+    is_other_layout: Any = False  # whether the state has another layout: never skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,23 +154,8 @@ def next_loss_scale(
     )
 
 
-def continued_loss_scale(
-    config: float | DynamicLossScale | None, saved: LossScaleState | None
-) -> Any:
-    """Returns the state with which a new optimizer continues from a saved one, on the host.
-
-    Measurements move: a dynamic scale with its counts, and the number of skipped steps. Choices are
-    the new optimizer's: a constant scale, the first dynamic one, the limits.
-
-    Args:
-      config: The ``loss_scale`` of the new optimizer.
-      saved: The old state, None without loss scaling; a constant scale has counts None.
-    """
-    if config is None:
-        return None
-    new: Any = jax.tree.map(np.asarray, new_loss_scale(config))
-    if saved is None:
-        return new
+def _continued_loss_scale(config: float | DynamicLossScale, new: Any, saved: Any) -> Any:
+    """A dynamic scale moves with its counts, to the new limits; of a constant one, the skips do."""
     new = new._replace(skipped=np.int32(saved.skipped))
     if not isinstance(config, DynamicLossScale) or saved.growth_count is None:
         return new
@@ -203,10 +199,10 @@ class NormGuard:
 
     Example:
       >>> guard = NormGuard(max_ratio=3.0, warmup_steps=2)
-      >>> state = new_norm_guard()
+      >>> state = new_norm_guard(guard)
       >>> for norm in (1.0, 2.0, 5.0, 4.0):  # the third is above 3 x 1.5
-      ...     is_skipped = exceeds(guard, state, jnp.float32(norm))
-      ...     state = next_norm_guard(guard, state, jnp.float32(norm), is_skipped)
+      ...     step = Facts(jnp.float32(norm))
+      ...     state = next_norm_guard(guard, state, step, exceeds(guard, state, step))
       >>> int(state.steps), int(state.spikes), round(float(state.mean), 4)
       (3, 1, 2.3333)
     """
@@ -259,57 +255,82 @@ def check_norm_guard(value: Any) -> None:
         )
 
 
-def new_norm_guard() -> NormGuardState:
+def new_norm_guard(guard: NormGuard) -> NormGuardState:
     """Returns the state before the first step."""
     zero = jnp.zeros((), jnp.int32)
     return NormGuardState(jnp.zeros((), jnp.float32), zero, zero, zero)
 
 
-def exceeds(guard: NormGuard, state: NormGuardState, norm: jax.Array) -> jax.Array:
-    """Whether a step with this norm is skipped: above a limit, or non-finite."""
+def exceeds(guard: NormGuard, state: NormGuardState, step: Facts) -> jax.Array:
+    """Whether a step is skipped for its norm: above a limit, or non-finite."""
     limit = jnp.float32(math.inf if guard.max_norm is None else guard.max_norm)
     if guard.max_ratio is not None:
         of_mean = jnp.float32(guard.max_ratio) * state.mean
         limit = jnp.where(state.steps < guard.warmup_steps, limit, jnp.minimum(limit, of_mean))
-    return ~(jnp.isfinite(norm) & (norm <= limit))
+    return ~(jnp.isfinite(step.norm) & (step.norm <= limit))
 
 
 def next_norm_guard(
-    guard: NormGuard,
-    state: NormGuardState,
-    norm: jax.Array,
-    is_skipped: jax.Array,
-    is_counted: Any = True,
+    guard: NormGuard, state: NormGuardState, step: Facts, is_skipped: jax.Array
 ) -> NormGuardState:
-    """Returns the state after a step.
-
-    Args:
-      guard: The limits.
-      state: The state before the step.
-      norm: Its norm.
-      is_skipped: Whether it was skipped for any reason.
-      is_counted: Whether the norm was the only reason; False also if the step is void.
-    """
-    by_norm, is_finite = exceeds(guard, state, norm) & is_counted, jnp.isfinite(norm)
-    is_applied = ~is_skipped & is_counted
+    """Returns the state after a step. Steps skipped for another reason do not count."""
+    is_void = jnp.logical_or(step.found_inf, step.is_other_layout)
+    if step.is_empty is not None:
+        is_void |= step.is_empty
+    by_norm, is_finite = exceeds(guard, state, step) & ~is_void, jnp.isfinite(step.norm)
+    is_applied = ~is_skipped & ~is_void
     steps = jnp.where(state.steps == np.iinfo(np.int32).max, state.steps, state.steps + 1)
     rate = 1 / jnp.minimum(steps, guard.window).astype(jnp.float32)
     return NormGuardState(
-        jnp.where(is_applied, state.mean + (norm - state.mean) * rate, state.mean),
+        jnp.where(is_applied, state.mean + (step.norm - state.mean) * rate, state.mean),
         jnp.where(is_applied, steps, state.steps),
         state.spikes + (by_norm & is_finite).astype(jnp.int32),
         state.nonfinite + (by_norm & ~is_finite).astype(jnp.int32),
     )
 
 
-def continued_norm_guard(guard: NormGuard | None, saved: NormGuardState | None) -> Any:
+class Guard(NamedTuple):
+    """A reason to skip a step. Its functions take the value of its option first."""
+
+    option: str  # of ``distributed``
+    field: str  # of ``DistributedState``, for its state
+    kind: type[Any]  # of its state
+    new: Callable[[Any], Any]  # the state before the first step
+    exceeds: Callable[[Any, Any, Facts], jax.Array]  # whether it skips a step; takes its state
+    next: Callable[[Any, Any, Facts, Any], Any]  # the state after a step, given whether it ran
+    continued: Callable[[Any, Any, Any], Any]  # takes the new state and the saved one
+
+
+GUARDS = (
+    Guard(
+        "loss_scale",
+        "scaling",
+        LossScaleState,
+        new_loss_scale,
+        lambda scale, state, step: step.found_inf,
+        lambda scale, state, step, is_skipped: trees.keep_if(
+            step.is_empty, state, next_loss_scale(scale, state, step.found_inf)
+        ),
+        _continued_loss_scale,
+    ),
+    Guard(
+        "norm_guard",
+        "guard",
+        NormGuardState,
+        new_norm_guard,
+        exceeds,
+        next_norm_guard,
+        lambda guard, new, saved: jax.tree.map(lambda x, y: np.asarray(x, y.dtype), saved, new),
+    ),
+)
+
+
+def continued(guard: Guard, value: Any, saved: Any) -> Any:
     """Returns the state with which a new optimizer continues from a saved one, on the host.
 
-    The mean and the counts move, or start anew if there were none; limits are the new optimizer's.
+    Measurements move: a dynamic scale, the mean of norms, all counts. Choices are the new
+    optimizer's: a constant scale, the first dynamic one, the limits. ``saved`` is None without this
+    guard; a constant loss scale has counts None.
     """
-    if guard is None:
-        return None
-    new: Any = jax.tree.map(np.asarray, new_norm_guard())
-    if saved is None:
-        return new
-    return jax.tree.map(lambda x, like: np.asarray(x).astype(like.dtype), saved, new)
+    new: Any = jax.tree.map(np.asarray, guard.new(value))
+    return new if saved is None else guard.continued(value, new, saved)

@@ -120,3 +120,15 @@ class MixedPrecisionPolicy:
             for name, value in resolved.items()
         ]
         return "\n".join(lines)
+
+
+def policy_of(value: Any) -> MixedPrecisionPolicy:
+    """Returns a policy, the default for None; raises PolicyError for anything else."""
+    if value is None:
+        return MixedPrecisionPolicy()
+    if not isinstance(value, MixedPrecisionPolicy):
+        raise PolicyError(
+            f"policy: not a policy: got {value!r}, expected jdistadam.MixedPrecisionPolicy. "
+            "Pass policy=jdistadam.MixedPrecisionPolicy(...)."
+        )
+    return value

@@ -10,10 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_supported, float_dtype, is_real, shown, warn_caller
+from jdistadam.core.arguments import (
+    check_effects,
+    check_supported,
+    float_dtype,
+    is_real,
+    shown,
+    warn_caller,
+)
 from jdistadam.core.codecs import (
     BFLOAT16,
-    BLOCK16,
     BLOCK_CODECS,
     FLOAT16,
     FLOAT32,
@@ -148,15 +154,15 @@ class Storage:
 
     def check_rounded(self, dtypes: Sequence[Any]) -> None:
         """Raises PolicyError if stochastic rounding affects none of the stored ``dtypes``."""
-        if not self.is_stochastic or self.is_coding or not dtypes:
-            return
-        if any(jnp.dtype(dtype).itemsize == 2 for dtype in dtypes):
-            return
-        raise PolicyError(
-            "rounding: has no effect: "
-            f'got "stochastic" for {" and ".join(sorted({jnp.dtype(x).name for x in dtypes}))}, '
-            "expected moments of 8 or 16 bits, or parameters of 16 bits without main parameters. "
-            'Leave rounding at "nearest".'
+        names = sorted({jnp.dtype(dtype).name for dtype in dtypes})
+        is_exact = not self.is_coding and all(jnp.dtype(x).itemsize != 2 for x in dtypes)
+        check_effects(
+            (
+                self.is_stochastic and is_exact and bool(names),
+                f'rounding: has no effect: got "stochastic" for {" and ".join(names)}, '
+                "expected moments of 8 or 16 bits, or parameters of 16 bits without main "
+                'parameters. Leave rounding at "nearest".',
+            )
         )
 
     def codec_of(self, moment: str) -> Codec:
@@ -203,16 +209,24 @@ def parse(
         )
     is_stochastic = rounding == "stochastic"
     mu = None if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
-    nu = named_codec(nu_dtype) or FLOAT32
-    _check_seed(seed, is_stochastic)
+    nu = _nu_codec(nu_dtype)
+    _check_seed(seed)
     storage = Storage(mu, nu, is_stochastic, int(seed or 0), float32_moments)
-    if float32_moments is not None and not (callable(float32_moments) and storage.is_coding):
-        what = "has no effect" if callable(float32_moments) else "not a function of a path"
-        raise PolicyError(
-            f"float32_moments: {what}: got {shown(float32_moments)}, "
-            f"expected a function of a path, together with mu_dtype or nu_dtype {NAMES}. "
-            "Leave it out; for optax.inject_hyperparams name it in static_args."
-        )
+    is_function = callable(float32_moments)
+    check_effects(
+        (
+            seed is not None and not is_stochastic,
+            f'seed: has no effect: got {seed} with rounding="nearest", '
+            'expected None, or rounding="stochastic". Leave it out.',
+        ),
+        (
+            float32_moments is not None and not (is_function and storage.is_coding),
+            f"float32_moments: {'has no effect' if is_function else 'not a function of a path'}: "
+            f"got {shown(float32_moments)}, expected a function of a path, together with mu_dtype "
+            f"or nu_dtype {NAMES}. "
+            "Leave it out; for optax.inject_hyperparams name it in static_args.",
+        ),
+    )
     coded = mu if mu is not None and mu.is_coded else None
     if is_stochastic and coded is not None and not (nu.is_coded and nu.bits <= coded.bits):
         _raise_unlike(coded, nu_dtype)
@@ -220,21 +234,16 @@ def parse(
         _check_decays(storage, b1, b2)
         if coded is None:
             _warn_of_decay(storage.codec_of("mu"), b1)
-    return dataclasses.replace(storage, nu=_nu_codec(nu_dtype, b2, is_stochastic=is_stochastic))
+    return storage
 
 
-def _check_seed(seed: Any, is_stochastic: bool) -> None:
+def _check_seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise PolicyError(
             f"seed: not a seed: got {shown(seed)}, expected an integer from 0 to 2**64 - 1. "
             "Pass seed=0 or another number; for optax.inject_hyperparams in static_args."
-        )
-    if not is_stochastic:
-        raise PolicyError(
-            f'seed: has no effect: got {seed} with rounding="nearest", '
-            'expected None, or rounding="stochastic". Leave it out.'
         )
 
 
@@ -257,9 +266,12 @@ def _raise_unlike(mu: Codec, nu_dtype: Any) -> None:
 
 
 def _check_decays(storage: Storage, b1: Any, b2: Any) -> None:
-    """Raises if coded moments, rounded to nearest, would not follow their gradients."""
+    """Raises if moments of few bits, rounded to nearest, would not follow their gradients.
+
+    A first moment in bfloat16 has only a warning, because optax has it too.
+    """
     mu, nu = storage.codec_of("mu"), storage.nu
-    if nu.is_coded:
+    if nu.is_coded or (nu == BFLOAT16 and is_real(b2)):
         _check_decay("nu_dtype", "second", nu, "b2", b2)
     if mu.is_coded:
         _check_decay("mu_dtype", "first", mu, "b1", b1)
@@ -285,7 +297,7 @@ def _check_decay(name: str, which: str, codec: Codec, decay: str, b: Any) -> Non
         f'the gradients at {at}: got "{codec.name}" with rounding="nearest" and '
         f"{decay}={shown(b)}, "
         f'expected rounding="stochastic", or a number {decay} <= {largest}. '
-        f'Set rounding="stochastic"{also}.'
+        f'Set rounding="stochastic", or leave {name} at float32{also}.'
     )
 
 
@@ -304,11 +316,11 @@ def _warn_of_decay(mu: Codec, b1: Any) -> None:
     )
 
 
-def _nu_codec(value: Any, b2: Any, *, is_stochastic: bool) -> Codec:
+def _nu_codec(value: Any) -> Codec:
     """Returns how the second moment is stored, or raises PolicyError if that cannot work.
 
-    ``largest_decay`` gives the largest b2 of bfloat16 with rounding to nearest. float16 has no
-    number between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count as zero.
+    float16 has no number between 0 and 6e-8, the square of 2.4e-4: smaller gradients would count
+    as zero.
     """
     if (codec := named_codec(value)) is not None:
         return codec
@@ -319,13 +331,6 @@ def _nu_codec(value: Any, b2: Any, *, is_stochastic: bool) -> Codec:
             f"nu_dtype: a second moment in float16 loses squares below 6e-8: got {codec.name}, "
             f"expected {', '.join(('float32', 'bfloat16', *MOMENT_NAMES))}. "
             "Leave nu_dtype at float32."
-        )
-    if codec == BFLOAT16 and not is_stochastic and is_real(b2) and b2 > codec.largest_decay:
-        raise PolicyError(
-            "nu_dtype: a second moment in bfloat16, rounded to nearest, cannot decay at this b2: "
-            f"got {codec.name} with b2={b2}, expected b2 <= {codec.largest_decay}, "
-            f'"block16" with b2 <= {BLOCK16.largest_decay}, or float32. '
-            'Leave nu_dtype at float32, or set rounding="stochastic".'
         )
     return codec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import collectives, memory, trees
 from jdistadam.core.arguments import check_flag, is_real, out_of_range
 from jdistadam.core.codecs import BLOCK_CODECS
-from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.guards import GUARDS
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
@@ -42,14 +42,15 @@ from jdistadam.errors import (
 
 
 def check_arguments(
-    policy: Any, max_grad_norm: Any, bucket_bytes: Any, average_grads: Any, state_buffer_bytes: Any
+    max_grad_norm: Any,
+    bucket_bytes: Any,
+    average_grads: Any,
+    state_buffer_bytes: Any,
+    early_updates: Any,
 ) -> None:
-    """Raises PolicyError or HyperparameterError unless types and ranges are right."""
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise PolicyError(
-            f"policy: not a policy: got {policy!r}, expected jdistadam.MixedPrecisionPolicy. "
-            "Pass policy=jdistadam.MixedPrecisionPolicy(...)."
-        )
+    """Raises HyperparameterError unless types and ranges are right."""
+    if early_updates is not None:
+        check_flag("early_updates", early_updates)
     check_flag("average_grads", average_grads)
     sizes = {"bucket_bytes": bucket_bytes, "state_buffer_bytes": state_buffer_bytes}
     for name, value in sizes.items():
@@ -107,32 +108,6 @@ def parse_state_memory(value: Any, *, has_main: bool, has_ema: bool) -> tuple[st
             'Add "ema": "pinned_host", or leave main_params on the device.'
         )
     return on_host
-
-
-def check_early_updates(
-    value: Any, max_grad_norm: Any, loss_scale: Any, norm_guard: Any, model_axes: Sequence[str]
-) -> None:
-    """Raises HyperparameterError or PolicyError if updates cannot run before all gradients."""
-    if value is not None:
-        check_flag("early_updates", value)
-    options = dict(max_grad_norm=max_grad_norm, loss_scale=loss_scale, norm_guard=norm_guard)
-    given = [f"{name}={x!r:.60}" for name, x in options.items() if x is not None]
-    given += [f"mesh axis {axis!r} of a model" for axis in model_axes]
-    if value and given:
-        raise PolicyError(
-            "early_updates: updates need all gradients first: got early_updates=True with "
-            f"{given[0]}, expected none of {', '.join(options)} and no model axes. "
-            "Leave out one of the two."
-        )
-
-
-def check_predicate(name: str, predicate: Any) -> None:
-    """Raises HyperparameterError unless an argument is a predicate on paths or None."""
-    if predicate is not None and not callable(predicate):
-        raise HyperparameterError(
-            f"{name}: not a predicate: got {predicate!r}, expected a function of the path of a "
-            f'leaf that returns a bool. Pass for example {name}=lambda path: "layers" in path.'
-        )
 
 
 def check_inside(parallel: DataParallel, function: str, *, over_data_only: bool = False) -> None:
@@ -399,9 +374,8 @@ def _check_flat_array(name: str, got: Any, wanted: Any) -> None:
 
 
 _OF_OPTIONS = (
-    ("scaling", "loss_scale", "LossScaleState"),
+    *((guard.field, guard.option, guard.kind.__name__) for guard in GUARDS),
     ("ema", "ema_decay", "an array"),
-    ("guard", "norm_guard", "NormGuardState"),
 )
 
 

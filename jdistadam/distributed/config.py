@@ -13,20 +13,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import memory, trees
+from jdistadam.core import guards, memory, trees
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.codecs import FLOAT32
-from jdistadam.core.guards import DynamicLossScale, NormGuard
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, mesh_axes
 from jdistadam.distributed.communication import OVER_XLA, Communication
+from jdistadam.distributed.layers import Layers
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
 from jdistadam.distributed.state import digest_of, text_of
-from jdistadam.errors import MeshError, PolicyError, TreeError
+from jdistadam.errors import MeshError, PolicyError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +43,14 @@ class DistributedConfig:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     max_grad_norm: float | None
-    loss_scale: float | DynamicLossScale | None
+    loss_scale: float | guards.DynamicLossScale | None
     average_grads: bool
     bucket_bytes: int
     given_param_specs: Any
-    stacked: Callable[[str], bool] | None = None
-    gathered_in_model: Callable[[str], bool] | None = None
+    layers: Layers | None = None
     communication: Communication = OVER_XLA
     ema_decay: float | None = None
-    norm_guard: NormGuard | None = None
+    norm_guard: guards.NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
     on_host: tuple[str, ...] = ()
     state_buffer_bytes: float = 0
@@ -71,8 +69,20 @@ class DistributedConfig:
     @property
     def takes_norm_first(self) -> bool:
         """Whether every update depends on all gradients: for clipping or a skip."""
-        options = (self.max_grad_norm, self.loss_scale, self.norm_guard)
-        return any(option is not None for option in options)
+        return self.max_grad_norm is not None or bool(self.active_guards)
+
+    @property
+    def active_guards(self) -> list[tuple[guards.Guard, Any]]:
+        """The guards of a step, each with the value of its option."""
+        pairs = ((guard, getattr(self, guard.option)) for guard in guards.GUARDS)
+        return [(guard, value) for guard, value in pairs if value is not None]
+
+    @property
+    def kinds_of_layers(self) -> frozenset[str]:
+        """What the model gathers itself: "scan", "block"; an error before params are known."""
+        if self.layers is None or not self.parallel.gathers_layers:
+            return frozenset()
+        return self.layers.known_kinds()
 
     @property
     def updates_early(self) -> bool:
@@ -120,15 +130,16 @@ class DistributedConfig:
         seen = mesh_axes.global_shapes(self.parallel, whole, specs)
         rows = self.algorithm.groups.row_of_leaves(seen)
         leaves = []
-        for path, x, row, spec in zip(paths, jax.tree.leaves(whole), rows, specs, strict=True):
+        kinds = [None] * len(paths) if self.layers is None else self.layers.of(paths)
+        each = zip(paths, jax.tree.leaves(whole), rows, specs, kinds, strict=True)
+        for path, x, row, spec, kind in each:
             leaf = Leaf(
                 path=path,
                 shape=tuple(x.shape),
                 dtype=jnp.dtype(x.dtype),
                 group=row,
                 tensor_axes=mesh_axes.axes_of(spec),
-                is_stacked=_selects(self.stacked, path),
-                in_model=_selects(self.gathered_in_model, path),
+                layers=kind,
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
@@ -138,8 +149,6 @@ class DistributedConfig:
             self._check_low_precision(leaves)
             for leaf in leaves:
                 check_cuts(leaf, self.tensor_parts)
-        _check_any("stacked", self.stacked, [leaf.is_stacked for leaf in leaves], paths)
-        _check_any("gathered_in_model", self.gathered_in_model, [x.in_model for x in leaves], paths)
         return make_layout(
             leaves,
             self.parallel.num_shards,
@@ -261,25 +270,11 @@ def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
     return policy.param_comm_dtype is not None and policy.param_comm_dtype != dtype
 
 
-def _selects(predicate: Callable[[str], bool] | None, path: str) -> bool:
-    return predicate is not None and bool(predicate(path))
-
-
-def _check_any(name: str, predicate: Any, selected: list[bool], paths: list[str]) -> None:
-    """Raises TreeError if a predicate of paths selects no leaf."""
-    if predicate is not None and paths and not any(selected):
-        raise TreeError(
-            f"{name}: selects no leaf: got False for {paths[0]} and {len(paths) - 1} more, "
-            "expected True for the layers that the model scans over or gathers. "
-            f"Test for a part of their paths, or leave {name} out."
-        )
-
-
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:
     """Raises PolicyError if sending would lose bits of parameters, or would widen them."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
-        has_main = policy.main_params == FLOAT32
+        has_main = policy.main_params.is_stored and not policy.main_params.is_remainder
         if _is_rounded_to_send(policy, leaf.dtype) and not has_main:
             raise PolicyError(
                 f"{leaf.path}: would be rounded to param_comm_dtype at every step: got {comm} for "

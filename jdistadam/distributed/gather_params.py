@@ -126,7 +126,7 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
         shards = jda.local_params(params, opt)
         grads = jax.grad(lambda p: loss(jda.gather_params(p, opt)))(shards)
 
-    In an unrolled model, under ``train_step`` with ``gathered_in_model``::
+    In an unrolled model, under ``train_step`` with ``layers`` that are "block"::
 
         @functools.partial(jax.checkpoint, policy=jda.remat_policy)
         def block(params, x, before):
@@ -213,7 +213,7 @@ def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
     assert tx.bound is not None
     leaves, may_stay = leaves_of(shards), tx.config.parallel.gathers_layers
     for i, known in enumerate(tx.bound.layout.leaves):
-        stays = may_stay and (known.in_model or known.is_stacked)
+        stays = may_stay and known.layers is not None
         if is_shard(leaves[i]) and not stays:
             leaves[i] = _gathered_shard(tx.config, leaves[i])
     return tx.bound.treedef.unflatten(leaves)

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.codecs import BLOCK
+from jdistadam.distributed.layers import SCAN
 
 ALIGNMENT = 128
 """Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
@@ -53,8 +54,7 @@ class Leaf:
     dtype: Any
     group: int | None  # row of the coefficients; None: frozen
     tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
-    is_stacked: bool = False  # its first dimension is scanned, and never scattered
-    in_model: bool = False  # the model gathers it if it is sharded
+    layers: str | None = None  # "scan": over its first dimension, never scattered; "block"; None
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
@@ -303,7 +303,7 @@ def _bucket(
         offset=0,
         has_main=False,
         tensor_axes=first.tensor_axes,
-        num_layers=first.shape[0] if first.is_stacked and not is_packed else None,
+        num_layers=first.shape[0] if first.layers == SCAN and not is_packed else None,
         inner_shape=_cut(whole_shape, dim or 0, num_inner_shards or num_shards),
         leaf_alignment=leaf_alignment if is_packed else 1,
         is_coded=first.is_coded,
@@ -324,7 +324,7 @@ def _scatter_dim(leaf: Leaf, num_shards: int, leaf_alignment: int) -> int | None
 
     Each shard then has pieces of a multiple of ``leaf_alignment`` elements.
     """
-    for dim in range(1 if leaf.is_stacked else 0, len(leaf.shape)):
+    for dim in range(1 if leaf.layers == SCAN else 0, len(leaf.shape)):
         piece = math.prod(leaf.shape[dim:])
         divides = leaf.shape[dim] % num_shards == 0
         if divides and (num_shards == 1 or piece // num_shards % leaf_alignment == 0):

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.algorithm import for_each_leaf
 from jdistadam.core.arguments import check_flag
-from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed.layout import Layout
 from jdistadam.errors import MeshError, PolicyError, ShapeError
@@ -128,14 +127,13 @@ def make_data_parallel(
     strategy: str,
     outer_strategy: str,
     reshard_after_forward: bool,
-    policy: MixedPrecisionPolicy,
     has_param_specs: bool,
 ) -> DataParallel:
     """Checks the arguments of ``distributed`` with the same names.
 
     Raises:
       MeshError: The mesh lacks an axis, or has one with no purpose.
-      PolicyError: The strategy is unknown, or the two contradict each other.
+      PolicyError: The strategy is unknown.
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(
@@ -152,20 +150,7 @@ def make_data_parallel(
         )
     _check_choice("sharding_strategy", strategy, SHARDING_STRATEGIES)
     _check_choice("outer_sharding_strategy", outer_strategy, OUTER_SHARDING_STRATEGIES)
-    _check_reshard(reshard_after_forward, strategy)
-    if outer_strategy == "optim" and (not replica_axes or strategy == "no_shard"):
-        raise PolicyError(
-            "outer_sharding_strategy: 'optim' shards the optimizer state over replica_axis too: "
-            f"got sharding_strategy={strategy!r}, replica_axis={replica_axis!r}, "
-            "expected a replica_axis and a sharding_strategy other than 'no_shard'. "
-            "To shard over only one axis, make it the shard_axis."
-        )
-    if strategy == "no_shard" and policy.param_comm_dtype is not None:
-        raise PolicyError(
-            "param_comm_dtype: no parameters are communicated under this strategy: "
-            f"got {policy.param_comm_dtype} with sharding_strategy='no_shard', expected None. "
-            "Leave it at None, or choose a strategy that shards."
-        )
+    check_flag("reshard_after_forward", reshard_after_forward)
     made = DataParallel(
         mesh, shard_axes, replica_axes, strategy, outer_strategy, reshard_after_forward
     )
@@ -179,18 +164,6 @@ def make_data_parallel(
             f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are not sharded over it."
         )
     return made
-
-
-def _check_reshard(value: Any, strategy: str) -> None:
-    """Raises PolicyError if there are no sharded parameters to keep gathered."""
-    check_flag("reshard_after_forward", value)
-    if not value and strategy != "optim_grads_params":
-        raise PolicyError(
-            "reshard_after_forward: parameters are not sharded under this strategy: "
-            f"got False with sharding_strategy={strategy!r}, "
-            "expected True, or sharding_strategy='optim_grads_params'. "
-            "Pass sharding_strategy='optim_grads_params', or leave it out."
-        )
 
 
 def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:

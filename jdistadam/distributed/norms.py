@@ -26,7 +26,7 @@ from jdistadam.core.guards import LossScaleState
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
-from jdistadam.distributed.verdict import Verdict
+from jdistadam.distributed.verdict import Verdict, poisoned
 from jdistadam.errors import PolicyError, TreeError
 from jdistadam.kernels import multi_tensor
 from jdistadam.kernels.reference import KINDS, SquaresRequest, num_runs, pairwise_sum
@@ -137,12 +137,12 @@ def norms_of(
     if config.norms is None:
         return None
     groups = groups_of(config.norms, layout)
-    norm, is_skipped = verdict.norm, verdict.is_skipped
+    norm, is_skipped = verdict.facts.norm, verdict.is_skipped
     if not groups:
         return dict.fromkeys(names_of(config.norms, layout), jnp.zeros((), jnp.float32))
     squares = _summed(config, list(groups.values()), sums)
     everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
-    norms = jnp.where(verdict.is_other_layout, jnp.nan, jnp.sqrt(everything))
+    norms = poisoned(verdict.facts.is_other_layout, jnp.sqrt(everything))
     if config.max_grad_norm is not None:
         # Like grad_norm: before clipping, which a skipped step does not apply (verdict.py).
         limit = jnp.float32(config.max_grad_norm)

@@ -15,30 +15,28 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.arguments import FLOATS, float_dtype
+from jdistadam.core.arguments import FLOATS, check_effects, float_dtype
 from jdistadam.core.guards import (
+    GUARDS,
     DynamicLossScale,
-    LossScaleState,
     NormGuard,
-    NormGuardState,
     check_loss_scale,
     check_norm_guard,
 )
-from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.precision import MixedPrecisionPolicy, policy_of
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import bucket_leaves, model_axes
 from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.checks import (
     check_arguments,
-    check_early_updates,
     check_ema_decay,
-    check_predicate,
     parse_state_memory,
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
+from jdistadam.distributed.layers import as_layers
 from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -66,8 +64,7 @@ def distributed(
     bucket_bytes: int = 32 << 20,
     param_specs: Any = None,
     communication: str = "auto",
-    stacked: Callable[[str], bool] | None = None,
-    gathered_in_model: Callable[[str], bool] | None = None,
+    layers: Callable[[str], str | None] | None = None,
     ema_decay: float | None = None,
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
@@ -117,7 +114,7 @@ def distributed(
         accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
         dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
       outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
-      reshard_after_forward: Under "optim_grads_params". True: layers of ``stacked`` leaves are
+      reshard_after_forward: Under "optim_grads_params". True: ``layers`` of a scan are
         gathered one by one, again in the backward pass, and gradients are reduced in every
         micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
         whole gradients over its micro-batches, and reduces them once; devices still hold shards
@@ -145,18 +142,14 @@ def distributed(
         virtual CPU devices) of one process; raises if it is not supported, see
         ``distributed/communication.py``. "auto": "peer" on GPUs if it is supported, which requires
         ``grad_reduce_dtype=jnp.float32`` among others, else "xla". Both give the same bits.
-      stacked: For models that scan over layers: a predicate on the path of a leaf, such as
-        ``lambda path: "layers" in path`` for ``params['layers']['w']``, that selects leaves whose
-        first dimension is the layers. Shards of these leaves are cut within a layer. The model
-        calls ``gather_params`` in its scan: under "optim_grads_params" with
-        ``reshard_after_forward``, ``train_step`` leaves these leaves sharded; otherwise layers are
-        already whole.
-      gathered_in_model: For models that do not scan: a predicate on the path of a leaf, such as
-        ``lambda path: "block" in path``, that selects parameters that the model gathers itself
-        before it uses them. Under "optim_grads_params" with ``reshard_after_forward``,
-        ``train_step`` and ``eval_step`` pass these to ``loss_fn`` as shards, and it calls
-        ``gather_params`` for one block of them at a time, best inside of ``jax.checkpoint``; under
-        other strategies they are already whole. See docs/scanned_layers.md.
+      layers: For models that gather their layers themselves: a function of the path of a leaf, such
+        as ``lambda path: "scan" if "layers" in path else None`` for ``params['layers']['w']``.
+        "scan": the first dimension of the leaf is the layers, over which the model scans; shards
+        are cut within a layer. "block": the model gathers the leaf before it uses it. None: all
+        others. Under "optim_grads_params" with ``reshard_after_forward``, ``train_step`` and
+        ``eval_step`` pass these leaves to ``loss_fn`` as shards. The model calls ``gather_params``
+        in its scan, or for one block at a time, best inside of ``jax.checkpoint``; under other
+        strategies layers are already whole. See docs/scanned_layers.md.
       ema_decay: Keeps a moving average :math:`e` of the exact parameters :math:`p` (main
         parameters, if any): :math:`e_0 = p_0`, then in every applied step
         :math:`e_t = d e_{t-1} + (1 - d) p_t` with :math:`d` = ``ema_decay``, between 0 and 1.
@@ -204,13 +197,14 @@ def distributed(
       ``DistributedFusedAdam``.
     """
     state_memory = dict(state_memory) if isinstance(state_memory, Mapping) else state_memory
+    layers = as_layers(layers)
     options = {name: value for name, value in locals().items() if name != "tx"}
     algorithm = _algorithm_of(tx)
     if tx.distributed_by is not None:
         return tx.distributed_by(functools.partial(distributed, **options))
     assert algorithm is not None
-    policy = MixedPrecisionPolicy() if policy is None else policy
-    check_arguments(policy, max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes)
+    policy = policy_of(policy)
+    check_arguments(max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes, early_updates)
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)
@@ -221,16 +215,12 @@ def distributed(
         strategy=sharding_strategy,
         outer_strategy=outer_sharding_strategy,
         reshard_after_forward=reshard_after_forward,
-        policy=policy,
         has_param_specs=param_specs is not None,
     )
     check_loss_scale(loss_scale)
-    check_predicate("stacked", stacked)
-    check_predicate("gathered_in_model", gathered_in_model)
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
-    check_early_updates(early_updates, max_grad_norm, loss_scale, norm_guard, parallel.tensor_axes)
     on_host = parse_state_memory(
         state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
     )
@@ -243,8 +233,7 @@ def distributed(
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
         given_param_specs=param_specs,
-        stacked=stacked,
-        gathered_in_model=gathered_in_model,
+        layers=layers,
         communication=choose_communication(
             communication,
             parallel,
@@ -261,8 +250,48 @@ def distributed(
         state_buffer_bytes=state_buffer_bytes,
         early_updates=early_updates,
     )
+    _check_effects(config)
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
+
+
+def _check_effects(config: DistributedConfig) -> None:
+    """Raises PolicyError for an option that has no effect with the others."""
+    parallel, comm = config.parallel, config.policy.param_comm_dtype
+    shards, strategy = parallel.strategy != "no_shard", f"sharding_strategy={parallel.strategy!r}"
+    waits = ("max_grad_norm", *(guard.option for guard in GUARDS))
+    late = []
+    if config.early_updates:
+        given = [(name, getattr(config, name)) for name in waits]
+        late = [f"{name}={x!r:.60}" for name, x in given if x is not None]
+        late += [f"mesh axis {axis!r} of a model" for axis in parallel.tensor_axes]
+    check_effects(
+        (
+            not (parallel.reshard_after_forward or parallel.shards_params),
+            "reshard_after_forward: parameters are not sharded under this strategy: "
+            f"got False with {strategy}, expected True, or sharding_strategy='optim_grads_params'. "
+            "Pass sharding_strategy='optim_grads_params', or leave it out.",
+        ),
+        (
+            parallel.outer_strategy == "optim" and not (parallel.replica_axes and shards),
+            "outer_sharding_strategy: 'optim' shards the optimizer state over replica_axis too: "
+            f"got {strategy}, replica_axis={parallel.replica_axes or None}, "
+            "expected a replica_axis and a sharding_strategy other than 'no_shard'. "
+            "To shard over only one axis, make it the shard_axis.",
+        ),
+        (
+            comm is not None and not shards,
+            "param_comm_dtype: no parameters are communicated under this strategy: "
+            f"got {comm} with {strategy}, expected None. "
+            "Leave it at None, or choose a strategy that shards.",
+        ),
+        (
+            bool(late),
+            "early_updates: updates need all gradients first: "
+            f"got early_updates=True with {''.join(late[:1])}, expected none of "
+            f"{', '.join(waits)} and no model axes. Leave out one of the two.",
+        ),
+    )
 
 
 def _algorithm_of(tx: Any) -> Algorithm | None:
@@ -351,8 +380,9 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     """PartitionSpecs of the state."""
     flat: Any = config.parallel.state_spec
     everywhere: Any = P()
-    scaling = LossScaleState(*(everywhere for _ in LossScaleState._fields))
-    guard = NormGuardState(*(everywhere for _ in NormGuardState._fields))
+    guards = {
+        x.field: x.kind(*(everywhere for _ in x.kind._fields)) for x, _ in config.active_guards
+    }
     storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
     return DistributedState(
         count=everywhere,
@@ -361,8 +391,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         nu=coded if storage.nu.is_coded else flat,
         grad_norm=everywhere,
         layout_digest=everywhere,
-        scaling=None if config.loss_scale is None else scaling,
         key=everywhere if storage.is_stochastic else None,
         ema=None if config.ema_decay is None else flat,
-        guard=None if config.norm_guard is None else guard,
+        **guards,
     )

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from jdistadam.core.collectives import Axes
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.distributed.layers import BLOCK, SCAN
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 
@@ -213,9 +214,9 @@ def make_schedule(
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
         leaf = layout.leaves[bucket.leaves[0]]
-        stacked = leaf.shape[0] if leaf.is_stacked and not bucket.is_packed else 0
+        stacked = leaf.shape[0] if leaf.layers == SCAN and not bucket.is_packed else 0
         entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
-        if leaf.in_model and not stacked and bucket.is_sharded_param and parallel.gathers_layers:
+        if leaf.layers == BLOCK and bucket.is_sharded_param and parallel.gathers_layers:
             # In the backward pass again if the model uses jax.checkpoint.
             gather = _repeated(entry.gather, "micro-batch", num_reductions)
             again = tuple(dataclasses.replace(c, is_optional=True) for c in gather)

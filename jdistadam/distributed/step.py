@@ -11,7 +11,7 @@ import optax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import make_primitive
-from jdistadam.core.guards import LossScaleState, new_loss_scale, new_norm_guard
+from jdistadam.core.guards import LossScaleState
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
@@ -58,10 +58,9 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
         layout_digest=jnp.asarray(config.layout_digest(layout)),
-        scaling=None if config.loss_scale is None else new_loss_scale(config.loss_scale),
         key=storage.key if storage.is_stochastic else None,
-        guard=None if config.norm_guard is None else new_norm_guard(),
         ema=new_ema(config, layout.buckets, leaves, main),
+        **{guard.field: guard.new(value) for guard, value in config.active_guards},
     )
     return host_memory.to_host(config, new)
 
@@ -102,15 +101,14 @@ def step_local(
     is_skipped = verdict.is_skipped
     new_state = done.state._replace(
         count=trees.keep_if(is_skipped, state.count, optax.safe_increment(state.count)),
-        grad_norm=verdict.norm,
-        scaling=verdict.next_scaling(config, state.scaling),
-        guard=verdict.next_guard(config, state.guard),
+        grad_norm=verdict.facts.norm,
+        **verdict.next_guards(config, state),
     )
     return StepResult(
         schedule.treedef.unflatten(leaves),
         with_next_ema(config, layout, new_state, done.shards, is_skipped),
         is_skipped,
-        verdict.is_other_layout,
+        verdict.facts.is_other_layout,
         jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count)),
         norms_of(config, layout, done.squares, verdict),
     )

@@ -90,7 +90,7 @@ def make_parser() -> Parser:
     )
     _add_optimizer_arguments(plan)
     plan.add_argument(
-        "--stacked",
+        "--layers",
         metavar="TEXT",
         help="a text in the paths of the leaves whose first dimension is the layer of a scan",
     )
@@ -113,10 +113,10 @@ def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**{k: None if v == "none" else v for k, v in given.items()})
 
 
-def stacked(args: argparse.Namespace) -> Callable[[str], bool] | None:
-    """Returns a predicate for paths of scanned layers, by a part of the path; None for none."""
-    part: str | None = getattr(args, "stacked", None)
-    return None if part is None else lambda path: part in path
+def layers(args: argparse.Namespace) -> Callable[[str], str | None] | None:
+    """Returns the argument ``layers`` for a part of the paths of scanned layers; None for none."""
+    part: str | None = getattr(args, "layers", None)
+    return None if part is None else lambda path: "scan" if part in path else None
 
 
 def with_flags(args: argparse.Namespace, message: str) -> str:

@@ -185,8 +185,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
 
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
     held_sizes = {x.leaf: x.inner_size for x in layout.buckets if x.is_sharded_param}
-    scalars = 2 + (0 if config.loss_scale is None else 4)  # of LossScaleState
-    scalars += 0 if config.norm_guard is None else 4  # of NormGuardState
+    scalars = 2 + sum(len(guard.kind._fields) for guard, _ in config.active_guards)
     scalars += 2 if config.algorithm.storage.is_stochastic else 0  # the key
     of_arrays = {name: _nbytes(x) for name, x in types_of_arrays(config, layout).items()}
     held = {

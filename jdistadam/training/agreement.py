@@ -118,7 +118,7 @@ def _facts_of(config: DistributedConfig, params: Params) -> Facts:
 
 
 _OPTIONS = (
-    "max_grad_norm loss_scale average_grads bucket_bytes stacked gathered_in_model ema_decay "
+    "max_grad_norm loss_scale average_grads bucket_bytes layers ema_decay "
     "norm_guard norms state_buffer_bytes early_updates"
 ).split()
 

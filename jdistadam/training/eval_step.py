@@ -78,17 +78,25 @@ class EvalStep:
 
     Attributes:
       tx: The optimizer.
-      compiler_options: XLA's options by name for compiling a call, as in ``TrainStep``.
     """
 
     def __init__(
         self, program: EvalProgram, batch_spec: Any, compiler_options: dict[str, Any]
     ) -> None:
         self._program, self._given_spec = program, batch_spec
-        self._jitted = jax.jit(program, compiler_options=compiler_options or None)
+        self._given_options = compiler_options
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_agreed = False
-        self.tx, self.compiler_options = program.tx, compiler_options
+        self.tx = program.tx
+
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options by name for compiling a call, as in ``TrainStep``."""
+        return options_for(self.tx.config, accumulate_steps=1) | self._given_options
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        return jax.jit(self._program, compiler_options=self.compiler_options or None)
 
     def __call__(
         self, state: TrainState, batch: Any, *, params: str = "params"
@@ -201,8 +209,7 @@ def eval_step(
     check_program(tx, batch_spec, compiler_options)
     spec = tx.config.parallel.batch_spec if batch_spec is None else batch_spec
     program = EvalProgram(tx, LossFunction(loss_fn, has_aux, weighted), spec)
-    chosen = options_for(tx.config, accumulate_steps=1)
-    return EvalStep(program, batch_spec, chosen | (compiler_options or {}))
+    return EvalStep(program, batch_spec, compiler_options or {})
 
 
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:

@@ -17,8 +17,7 @@ from jdistadam.core.guards import (
     DynamicLossScale,
     LossScaleState,
     NormGuardState,
-    continued_loss_scale,
-    continued_norm_guard,
+    continued,
 )
 from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState
@@ -74,17 +73,13 @@ def with_extra_state(
     state: TrainState, tx: DistributedTransformation, extra: ExtraState
 ) -> TrainState:
     """Returns a copy of a state made with ``tx``, with copies of the contents of ``extra``."""
-    scaling = continued_loss_scale(tx.config.loss_scale, extra.scaling)
-    guard = continued_norm_guard(tx.config.norm_guard, extra.guard)
-    scalars = np.float32(extra.grad_norm), scaling, guard
+    scalars = {"grad_norm": np.float32(extra.grad_norm)} | {
+        guard.field: continued(guard, value, getattr(extra, guard.field))
+        for guard, value in tx.config.active_guards
+    }
     replicated = NamedSharding(tx.config.mesh, P())
-    (grad_norm, scaling, guard), model_state, rng = copy_to(
-        (scalars, extra.model_state, extra.rng), replicated
-    )
-    opt_state = map_state(
-        lambda part: part._replace(grad_norm=grad_norm, scaling=scaling, guard=guard),
-        state.opt_state,
-    )
+    scalars, model_state, rng = copy_to((scalars, extra.model_state, extra.rng), replicated)
+    opt_state = map_state(lambda part: part._replace(**scalars), state.opt_state)
     if extra.ema is not None and tx.config.ema_decay is not None:
         trees.check_same_shapes(
             extra.ema, state.params, name="extra_state.ema", like_name="main_params"

@@ -41,7 +41,7 @@ def with_overlap(step: Callable[..., Any]) -> Callable[..., Any]:
     return overlapped
 
 
-TOGETHER_BYTES = int(__import__("os").environ.get("JDA_TOGETHER", 64)) << 20
+TOGETHER_BYTES = 128 << 20
 """Copies start together, in the order in which they could start, until they are as many bytes."""
 
 

@@ -23,6 +23,7 @@ from jdistadam.distributed.state import (
     is_distributed_state,
 )
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.distributed.verdict import poisoned
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.checks import is_known, remember_params
 from jdistadam.training.early_updates import with_early_updates
@@ -107,7 +108,7 @@ class StepProgram:
     def _metrics(self, local: LocalResult, result: StepResult, scaling: Any) -> dict[str, Any]:
         """The metrics of a step; ``scaling`` is that of the state before it."""
         loss = mean_loss(self.tx.config, local.loss, local.weight)
-        loss = jnp.where(result.is_other_layout, jnp.nan, loss)
+        loss = poisoned(result.is_other_layout, loss)
         new = find_state(result.opt_state)
         metrics = {
             "loss": loss,

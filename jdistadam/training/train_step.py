@@ -82,18 +82,22 @@ _PIPELINED = {
 
 
 def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, Any]:
-    """Options for the training step of an optimizer; empty if its devices are not GPUs."""
+    """Options for the training step of an optimizer; empty if its devices are not GPUs.
+
+    Raises:
+      TreeError: They depend on ``layers``, and no params are known yet.
+    """
     if not is_on_gpu(config):
         return {}
     wanted, parallel = dict[str, Any](), config.parallel
-    if parallel.gathers_layers and config.stacked:
+    if "scan" in config.kinds_of_layers:
         wanted |= _PIPELINED
     # A loop over micro-batches starts after all parameters have arrived.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
     separate = dict[str, Any]()
     if gathers_once and accumulate_steps == 1:
         separate = _GATHERS_APART
-    elif parallel.gathers_layers and config.gathered_in_model:
+    elif "block" in config.kinds_of_layers:
         separate = _BLOCKS_APART
     elif config.updates_early:
         separate = _FEWER_MERGED
@@ -133,22 +137,34 @@ class TrainStep:
     Attributes:
       tx: The optimizer.
       options: The other arguments of ``train_step``.
-      compiler_options: XLA's options by name for compiling a call; given ones override those chosen
-        here; empty on CPU if none were given.
     """
 
     def __init__(self, program: StepProgram, compiler_options: dict[str, Any]) -> None:
-        jit = functools.partial(
-            jax.jit, donate_argnums=0, compiler_options=compiler_options or None
-        )
-        self._step, self._jitted = program, jit(flattened(program))
-        self._jitted_as_called = jit(program)
+        self._step, self._given_options = program, compiler_options
         self._types: set[Any] = set()  # of arrays of states: a batch of another type shares none
         self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
         self._has_warned = self._has_agreed = False
         self.tx = program.tx
         self.options = program.options
-        self.compiler_options = compiler_options
+
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options by name for compiling a call. Given ones override those chosen here.
+
+        Empty on CPU if none were given. If the model gathers ``layers``, make the state first.
+        """
+        return options_for(self.tx.config, self.options.accumulate_steps) | self._given_options
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        return self._jit(flattened(self._step))
+
+    @functools.cached_property
+    def _jitted_as_called(self) -> Any:
+        return self._jit(self._step)
+
+    def _jit(self, program: Any) -> Any:
+        return jax.jit(program, donate_argnums=0, compiler_options=self.compiler_options or None)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step. ``state`` is donated: use the returned one from here on.
@@ -179,6 +195,7 @@ class TrainStep:
         if not is_ours:
             host_memory.check_memory(self.tx.config, state=state)
         if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
+            self.tx.bind(state.params)
             self._warn_of_lost_options()
             return self._step(state, batch)
         check_alive(optimizer_state, None if is_ours else state)
@@ -237,6 +254,7 @@ class TrainStep:
         check_train_state(state)
         if not trees.parts_of(batch, jax.ShapeDtypeStruct):
             batch = shard_batch(batch, self.tx, self.options.batch_spec)
+        self.tx.bind(state.params)  # compiler_options may depend on them
         return self._jitted_as_called.lower(state, batch)
 
 
@@ -264,7 +282,7 @@ def train_step(
     are constants of the differentiation. A micro-batch of weight zero does not count, whatever its
     loss and gradients hold; if all weights are zero the step changes only ``rng``, like a skipped
     one, and its loss is 0. A weight that is NaN or negative makes the loss and the gradients NaN.
-    Gradients of ``stacked`` leaves are weighted before they are summed in the backward pass, with a
+    Gradients of scanned layers are weighted before they are summed in the backward pass, with a
     weight that is computed beforehand: the part of ``loss_fn`` on which the weight depends runs
     twice, which costs little if that is only the batch.
 
@@ -275,8 +293,8 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gets one micro-batch of one device, and unsharded
-        params. Under "optim_grads_params" with ``reshard_after_forward``, it gets ``stacked`` and
-        ``gathered_in_model`` leaves as shards, which ``gather_params`` gathers; they are float32 if
+        params. Under "optim_grads_params" with ``reshard_after_forward``, it gets the leaves that
+        ``layers`` selects as shards, which ``gather_params`` gathers; they are float32 if
         gradients are summed in float32. It returns the scalar ``loss`` of this part, or
         with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
         loss is a no-op, a plain ``psum`` raises. If the state has a ``model_state``, it gets it by
@@ -339,8 +357,7 @@ def train_step(
     check_flag("report_nonfinite", report_nonfinite)
     options = StepOptions(accumulate_steps, batch_spec, report_nonfinite)
     program = StepProgram(tx, LossFunction(loss_fn, has_aux, weighted), options)
-    chosen = options_for(tx.config, accumulate_steps)
-    return TrainStep(program, chosen | (compiler_options or {}))
+    return TrainStep(program, compiler_options or {})
 
 
 def check_program(tx: Any, batch_spec: Any, options: Any) -> None:

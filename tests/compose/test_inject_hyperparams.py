@@ -88,7 +88,7 @@ def test_injected_numbers_are_checked_as_they_are_given():
     ):
         with pytest.raises(jda.HyperparameterError, match=message):
             inject(1e-2, **kwargs)
-    with pytest.raises(jda.PolicyError, match="nu_dtype: a second moment in bfloat16, "):
+    with pytest.raises(jda.PolicyError, match="nu_dtype: a second moment in 16 bits, "):
         inject(1e-2, nu_dtype="bfloat16")
     wrapped = jda.inject_hyperparams(lambda learning_rate: jda.fused_adam(learning_rate))(1e-2)
     assert wrapped.init({"w": jnp.ones(3)}).hyperparams.keys() == {"learning_rate"}

@@ -16,7 +16,7 @@ from support.given_gradients import make_tx, run
 from support.placements import PLACEMENTS, STRATEGIES, make_mesh
 from support.planned import as_sent, compile_row, sent
 from support.reduced import reduced
-from support.scanned import is_stacked, make_params, scanned_products
+from support.scanned import layers_of, make_params, scanned_products
 from support.skipped_step import assert_skipped_step_changes_no_bit
 
 pytestmark = pytest.mark.multigpu
@@ -120,7 +120,7 @@ def test_layers_gathered_in_a_scan_give_the_bits_of_cpus(kind):
     results = []
     for platform in ("gpu", "cpu"):
         mesh, kwargs = here(f"{kind}-optim_grads_params", platform)
-        tx = make_tx(mesh, policy, mask=None, stacked=is_stacked, **kwargs, **EXACT)
+        tx = make_tx(mesh, policy, mask=None, layers=layers_of, **kwargs, **EXACT)
         state = jda.TrainState.create(make_params(), tx)
         step = jda.train_step(scanned_products(functools.partial(jda.gather_params, tx=tx)), tx)
         for batch in batches:

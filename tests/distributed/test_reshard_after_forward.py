@@ -204,7 +204,7 @@ def test_layers_of_a_scan_are_gathered_before_it():
     batches = rng.normal(size=(2, 16, 96)).astype(np.float32)
     ends = []
     for strategy in (dict(reshard=True, sharding_strategy="optim"), {}):
-        tx = make_tx(stacked=lambda path: "layers" in path, **strategy)
+        tx = make_tx(layers=lambda path: "scan" if "layers" in path else None, **strategy)
         step = jda.train_step(scanned(tx), tx)
         state = jda.TrainState.create(params, tx)
         for batch in batches:

@@ -214,7 +214,7 @@ def test_step_returns_the_form_that_it_got():
 def test_a_shard_says_how_it_is_cut_and_no_more():
     """Neither name nor shape: layers of a stack and layers of their own have one structure."""
     params = {"layers": {"w": jnp.zeros((6, 64, 256))}, "alone": {"w": jnp.zeros((64, 256))}}
-    tx = make_tx(stacked=lambda path: "layers" in path)
+    tx = make_tx(layers=lambda path: "scan" if "layers" in path else None)
     opt, found = tx.bind(params), []
 
     def look(params):

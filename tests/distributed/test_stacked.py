@@ -19,7 +19,7 @@ from support.optimizers import distributed_adamw
 from support.paths import ROOT
 from support.placements import FLAT, make_mesh
 from support.samples import often
-from support.scanned import LAYERS, is_stacked, loss_of, make_params, scanned_products, shapes
+from support.scanned import LAYERS, layers_of, loss_of, make_params, scanned_products, shapes
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 TWO = dict(shape=(2,), names=("data",))
@@ -45,7 +45,7 @@ def batches():
 
 
 def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
-    tx = make_tx(make_mesh(**TWO), sharding_strategy="optim_grads", stacked=is_stacked)
+    tx = make_tx(make_mesh(**TWO), sharding_strategy="optim_grads", layers=layers_of)
     tx = jda.chain(optax.centralize(), tx)  # subtracts a mean over what may be cut
     batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
     batch = jax.tree.map(lambda x: x * np.cos(np.arange(x[0].size)).reshape(x[0].shape), batch)
@@ -56,7 +56,7 @@ def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
 
 def test_what_stands_before_an_optimizer_mixes_no_elements_of_shards_of_layers():
     """Where gradients of layers are shards of their sum: elementwise, or it raises."""
-    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", layers=layers_of)
     loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
     batch = jax.tree.map(lambda x: np.ones((16, *x.shape), np.float32), make_params())
 
@@ -85,14 +85,14 @@ def test_whole_params_are_not_cut_across_layers():
     """As many layers as devices: their state is sharded within a layer all the same."""
     params = {"layers": jax.ShapeDtypeStruct((8, 64, 513), jnp.float32)}
     layouts = [
-        make_tx(make_mesh(**FLAT), sharding_strategy="optim", stacked=stacked).layout(params)
-        for stacked in (None, is_stacked)
+        make_tx(make_mesh(**FLAT), sharding_strategy="optim", layers=layers).layout(params)
+        for layers in (None, layers_of)
     ]
     assert [layout.buckets[0].dim for layout in layouts] == [0, 1]
 
 
 def test_layers_lie_sharded_within_themselves():
-    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(make_mesh(**FLAT), sharding_strategy="optim_grads_params", layers=layers_of)
     state = jda.TrainState.create(make_params(), tx)
     held = jax.tree.map(lambda x: x.addressable_shards[0].data.shape, state.params)
     assert held["layers"] == {
@@ -108,7 +108,7 @@ def test_layers_lie_sharded_within_themselves():
 def test_custom_loop_over_stacked_layers_is_train_step(check_vma, batches):
     """With types on and off, as train_step."""
     mesh = make_mesh(**FLAT)
-    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", layers=layers_of)
     tx = tx.bind(make_params())
     loss = loss_of(functools.partial(jda.gather_params, tx=tx), jda.remat_policy)
 
@@ -150,7 +150,7 @@ def compile_for_h200s(
         mesh,
         policy=dict(grad_comm_dtype="bfloat16"),
         sharding_strategy=strategy,
-        stacked=is_stacked,
+        layers=layers_of,
     )
     params = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(layers, width), is_leaf=lambda s: type(s) is tuple
@@ -238,10 +238,14 @@ def test_gathering_once_costs_memory_and_is_found(h200s):
 
 def test_wrong_stacked_raises():
     mesh = make_mesh(**FLAT)
-    with pytest.raises(jda.HyperparameterError, match="stacked: not a predicate"):
-        make_tx(mesh, sharding_strategy="optim_grads_params", stacked="layers")
-    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=lambda path: "lyers" in path)
-    with pytest.raises(jda.TreeError, match=r"stacked: selects no leaf: got .*'embed'.*5 more"):
+    with pytest.raises(jda.HyperparameterError, match="layers: not a function"):
+        make_tx(mesh, sharding_strategy="optim_grads_params", layers="layers")
+    tx = make_tx(
+        mesh,
+        sharding_strategy="optim_grads_params",
+        layers=lambda path: "scan" if "lyers" in path else None,
+    )
+    with pytest.raises(jda.TreeError, match=r"layers: selects no leaf: got .*'embed'.*5 more"):
         tx.init(make_params())
 
 
@@ -271,7 +275,7 @@ def test_a_model_of_1_3e9_parameters_holds_three_of_its_layers(h200s):
         gathers = strategy == "optim_grads_params"
         tx = make_tx(
             mesh, policy=dict(grad_comm_dtype="bfloat16"), sharding_strategy=strategy,
-            stacked=is_stacked if gathers else None,
+            layers=layers_of if gathers else None,
         )  # fmt: skip
         gather = functools.partial(jda.gather_params, tx=tx) if gathers else None
         state = jda.TrainState.shapes(params, tx)

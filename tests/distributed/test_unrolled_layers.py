@@ -1,4 +1,4 @@
-"""Models that gather their blocks one by one, without a scan: ``gathered_in_model``."""
+"""Models that gather their blocks one by one, without a scan: ``layers`` that are "block"."""
 
 import functools
 
@@ -13,6 +13,10 @@ from support.placements import FLAT, make_mesh
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 BLOCKS, WIDTH = 4, 64
+
+
+def layers_of(path):
+    return "block" if is_block(path) else None
 
 
 def is_block(path):
@@ -61,7 +65,7 @@ def make_batches(steps, rows=32):
 
 
 def test_eval_step_gathers_the_same_way():
-    tx = make_tx(make_mesh(**FLAT), gathered_in_model=is_block)
+    tx = make_tx(make_mesh(**FLAT), layers=layers_of)
     state = jda.TrainState.create(make_params(), tx)
     (batch,) = make_batches(1)
     loss, _ = jda.eval_step(products(tx), tx)(state, batch)
@@ -70,18 +74,18 @@ def test_eval_step_gathers_the_same_way():
 
 
 def test_a_model_that_forgets_to_gather_raises():
-    tx = make_tx(make_mesh(**FLAT), gathered_in_model=is_block)
+    tx = make_tx(make_mesh(**FLAT), layers=layers_of)
     state = jda.TrainState.shapes(make_params(), tx)
     loss = lambda params, batch: jnp.sum(params["block0"]["up"] * 2.0)  # noqa: E731
     with pytest.raises(TypeError, match=r"a shard of a parameter, float32\[.*gather it first"):
         jax.eval_shape(jda.train_step(loss, tx), state, make_batches(1)[0])
 
 
-def test_wrong_gathered_in_model_raises():
-    with pytest.raises(jda.HyperparameterError, match="gathered_in_model: not a predicate"):
-        make_tx(make_mesh(**FLAT), gathered_in_model="block")
-    tx = make_tx(make_mesh(**FLAT), gathered_in_model=lambda path: "blok" in path)
-    with pytest.raises(jda.TreeError, match=r"gathered_in_model: selects no leaf: got False for"):
+def test_wrong_layers_raise():
+    with pytest.raises(jda.HyperparameterError, match="layers: not a function"):
+        make_tx(make_mesh(**FLAT), layers="block")
+    tx = make_tx(make_mesh(**FLAT), layers=lambda path: "block" if "blok" in path else None)
+    with pytest.raises(jda.TreeError, match=r"layers: selects no leaf: got None for"):
         tx.init(make_params())
 
 
@@ -115,7 +119,7 @@ def audited(h200s, micro=1, blocks=8, width=1024, **kwargs):
 @pytest.mark.parametrize("micro", [1, 2])
 def test_blocks_are_gathered_as_planned(h200s, micro):
     """In the forward pass and again in the backward one, in every micro-batch."""
-    audit = audited(h200s, micro, gathered_in_model=is_block)
+    audit = audited(h200s, micro, layers=layers_of)
     assert audit.passed, audit
     (gathers,) = [row for row in audit.rows if row.op == "all-gather"]
     assert gathers.found >= 2 * micro * 8 * 8 * 1024 * 1024
@@ -124,20 +128,20 @@ def test_blocks_are_gathered_as_planned(h200s, micro):
 def test_memory_holds_at_most_three_whole_blocks(h200s):
     """Beside the shards of gradients, in bfloat16: gathering first keeps the weights of all."""
     found = {
-        chosen: audited(h200s, blocks=16, gathered_in_model=chosen)
+        chosen: audited(h200s, blocks=16, layers=chosen)
         .program.memory_analysis()
         .temp_size_in_bytes
-        for chosen in (is_block, None)
+        for chosen in (layers_of, None)
     }
     block = 2 * 8 * 1024 * 1024  # bytes of its weights, and as many of its gradients
     shards = 16 * block // 8
     assert found[None] >= 16 * block
-    assert found[is_block] <= shards + 3 * block, found
+    assert found[layers_of] <= shards + 3 * block, found
 
 
 def test_waiting_changes_no_bit_of_a_gradient():
     """Not even the sign of a zero."""
-    tx = make_tx(make_mesh(**FLAT), gathered_in_model=is_block)
+    tx = make_tx(make_mesh(**FLAT), layers=layers_of)
     params = make_params()
     opt = tx.bind(params)
 

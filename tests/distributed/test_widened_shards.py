@@ -17,7 +17,7 @@ from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
 from support.scanned import (
-    is_stacked,
+    layers_of,
     loss_of,
     make_params,
     scanned_products,
@@ -101,7 +101,7 @@ def own_step(tx, loss, check_vma, micro_batches):
 @often(lambda check_vma, micro_batches: check_vma and micro_batches == 2)
 def test_custom_training_loop_takes_the_bits_of_float32_sums(check_vma, micro_batches):
     mesh = make_mesh(**FLAT)
-    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", layers=layers_of)
     loss = scanned_products(functools.partial(jda.gather_params, tx=tx))
     step = own_step(tx, loss, check_vma, micro_batches)
     state = jda.TrainState.create(make_params(jnp.bfloat16), tx)
@@ -117,7 +117,7 @@ def test_custom_training_loop_takes_the_bits_of_float32_sums(check_vma, micro_ba
 def test_loss_sees_only_sharded_stacked_leaves_widened(policy):
     """Shards that hold the sums of their gradients; what it gathers, and all else, as it is."""
     tx = make_tx(
-        make_mesh(**FLAT), policy, sharding_strategy="optim_grads_params", stacked=is_stacked
+        make_mesh(**FLAT), policy, sharding_strategy="optim_grads_params", layers=layers_of
     )
     wide = tx.config.policy.reduced_dtype
     assert wide == (jnp.bfloat16 if policy else jnp.float32)
@@ -152,7 +152,7 @@ def test_widened_shards_cost_one_float32_copy(h200s, monkeypatch):
 
     def compiled():
         tx = make_tx(
-            mesh, dict(grad_comm_dtype="bfloat16"), sharding_strategy="optim_grads_params", stacked=is_stacked
+            mesh, dict(grad_comm_dtype="bfloat16"), sharding_strategy="optim_grads_params", layers=layers_of
         )  # fmt: skip
 
         loss = loss_of(functools.partial(jda.gather_params, tx=tx), jda.remat_policy)

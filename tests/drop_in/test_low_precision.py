@@ -389,7 +389,7 @@ BAD = [
     (dict(float32_moments=lambda path: True), "float32_moments: has no effect"),
     (dict(mu_dtype="block8", float32_moments="w"), "float32_moments: not a function"),
     (dict(nu_dtype=jnp.float16, rounding="stochastic"), "float16 loses .* got float16, expected"),
-    (dict(nu_dtype=jnp.bfloat16), "nu_dtype: a second moment in bfloat16"),
+    (dict(nu_dtype=jnp.bfloat16), "nu_dtype: a second moment in 16 bits"),
 ]
 
 

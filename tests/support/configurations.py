@@ -103,6 +103,17 @@ def is_gathered_in_model(path):
     return any(name in path for name in ("matrix", "row", "layers"))
 
 
+def layers_of(place):
+    """The argument ``layers`` of a place."""
+
+    def kind(path):
+        if place.stacked and "layers" in path:
+            return "scan"
+        return "block" if place.gathered_in_model and is_gathered_in_model(path) else None
+
+    return kind
+
+
 def group_of_norms(path):
     """A function as the argument ``norms``: None counts in the totals alone."""
     return {"matrix": "large", "w": "large", "row": None}.get(path.split("'")[-2], "small")

@@ -45,6 +45,7 @@ from support.configurations import (
     each_leaf,
     group_of_norms,
     is_gathered_in_model,
+    layers_of,
 )
 from support.norms import assert_near
 from support.optimizers import distributed_adam, distributed_adamw
@@ -161,9 +162,8 @@ def _placing(place, params):
         outer_sharding_strategy=place.outer,
         reshard_after_forward=place.reshard,
         bucket_bytes=place.bucket_bytes,
-        stacked=(lambda path: "layers" in path) if place.stacked else None,
+        layers=layers_of(place) if place.stacked or place.gathered_in_model else None,
         communication=place.communication,
-        gathered_in_model=is_gathered_in_model if place.gathered_in_model else None,
         state_memory=MEMORY.get(place.state_memory, place.state_memory),
         state_buffer_bytes=1 << 16,
         early_updates=place.early_updates,

@@ -11,8 +11,8 @@ import jdistadam as jda
 LAYERS, WIDTH = 6, 64
 
 
-def is_stacked(path):
-    return "layers" in path
+def layers_of(path):
+    return "scan" if "layers" in path else None
 
 
 def shapes(layers=LAYERS, width=WIDTH):

@@ -157,9 +157,9 @@ def explicit_case():
 
 
 def scanned_case(strategy="optim_grads_params"):
-    stacked = lambda path: "layers" in path  # noqa: E731
+    layers = lambda path: "scan" if "layers" in path else None  # noqa: E731
     policy = jda.MixedPrecisionPolicy(param_comm_dtype=BF16)
-    tx = make_tx(mask=None, sharding_strategy=strategy, stacked=stacked, policy=policy)
+    tx = make_tx(mask=None, sharding_strategy=strategy, layers=layers, policy=policy)
     return tx, scanned_params(), functools.partial(scanned_loss, tx=tx), {}
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jdistadam as jda
-from jdistadam.core.guards import continued_loss_scale
+from jdistadam.core.guards import GUARDS, continued
 from support.bits import assert_trees_same_bits
 from support.lookalike import BF16, POLICIES, make_params, make_tx
 from support.paths import TESTS, environment
@@ -180,13 +180,10 @@ FOUND = jda.LossScaleState(32.0, 2, 2, 3)  # of DYNAMIC: shrunk, and finite twic
 @pytest.mark.parametrize(
     ("saved", "config", "want"),
     [
-        (None, None, None),
         (None, STATIC, (8.0, 0, 0, 0)),
         (None, DYNAMIC, (64.0, 0, 2, 0)),
-        ((4.0, None, None, 3), None, None),
         ((4.0, None, None, 3), STATIC, (8.0, 0, 0, 3)),
         ((4.0, None, None, 3), DYNAMIC, (64.0, 0, 2, 3)),
-        (FOUND, None, None),
         (FOUND, STATIC, (8.0, 0, 0, 3)),
         (FOUND, DYNAMIC, (32.0, 2, 2, 3)),
         (FOUND, OTHER, (128.0, 2, 1, 3)),
@@ -195,10 +192,9 @@ FOUND = jda.LossScaleState(32.0, 2, 2, 3)  # of DYNAMIC: shrunk, and finite twic
 )
 def test_a_loss_scale_goes_on_in_another_setting(saved, config, want):
     saved = saved and jda.LossScaleState(*saved)
-    got = continued_loss_scale(config, saved)
+    got = continued(GUARDS[0], config, saved)
     assert got == want
-    if got is not None:
-        assert [x.dtype for x in got] == [np.float32, np.int32, np.int32, np.int32]
+    assert [x.dtype for x in got] == [np.float32, np.int32, np.int32, np.int32]
 
 
 SETTINGS = {"none": None, "static": STATIC, "dynamic": DYNAMIC}

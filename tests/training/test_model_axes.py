@@ -340,11 +340,14 @@ def test_layers_are_gathered_where_they_are_used(how, mesh, kind, micro):
     layer = lambda: {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}  # noqa: E731
     if how == "scanned":
         stack = jax.tree.map(lambda *x: np.stack(x), *(layer() for _ in range(4)))
-        params, chosen = {"layers": stack}, dict(stacked=lambda path: "layers" in path)
+        params, chosen = (
+            {"layers": stack},
+            dict(layers=lambda path: "scan" if "layers" in path else None),
+        )
         specs = {"layers": {k: P(None, *s) for k, s in specs.items()}}
     else:
         params = {f"block{i}": layer() for i in range(4)}
-        chosen = dict(gathered_in_model=lambda path: "block" in path)
+        chosen = dict(layers=lambda path: "block" if "block" in path else None)
         specs = dict.fromkeys(params, specs)
     batches = rng.integers(-9, 10, (10, 16, 8)).astype(np.float32) * 8
     ends = []

@@ -134,7 +134,7 @@ def test_blocks_are_gathered_over_the_data_axes_alone(h200s, kind):
         policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"),
         sharding_strategy="optim_grads_params",
         param_specs=dict.fromkeys(params, LAYER),
-        gathered_in_model=lambda path: "layer" in path,
+        layers=lambda path: "block" if "layer" in path else None,
     )
 
     @functools.partial(jax.checkpoint, policy=jda.remat_policy)

@@ -108,6 +108,26 @@ def test_given_compiler_options_override_chosen_ones(cpu_mesh, h200s):
     assert chosen["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 256 << 20
 
 
+def test_options_follow_the_kind_of_layers(h200s):
+    """It is known once there are params: models that scan are pipelined, others never merge."""
+    found = {}
+    for kind in ("scan", "block"):
+        given = dict(sharding_strategy="optim_grads_params", layers=lambda path, kind=kind: kind)
+        tx = distributed_adamw(1e-3, mesh=h200s(2), **given)
+        step, evaluate = jda.train_step(loss, tx), jda.eval_step(loss, tx)
+        for program in (step, evaluate):
+            with pytest.raises(
+                jda.TreeError, match=r"^compiler_options: depend on layers, .*got no"
+            ):
+                _ = program.compiler_options
+        jda.TrainState.shapes(params_of(jnp.float32), tx)
+        assert step.compiler_options == evaluate.compiler_options
+        found[kind] = step.compiler_options
+    merged = [x["xla_gpu_all_gather_combine_threshold_bytes"] for x in found.values()]
+    assert merged == [256 << 20, 1]
+    assert ["xla_gpu_enable_while_loop_unrolling" in x for x in found.values()] == [True, False]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_options_that_do_not_reach_the_program_warn_once_on_gpus(h200s, n):
     tx = distributed_adamw(1e-3, mesh=h200s(n))

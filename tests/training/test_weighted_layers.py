@@ -14,7 +14,7 @@ from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
 from support.samples import often
 from support.scanned import (
-    is_stacked,
+    layers_of,
     loss_of,
     make_params,
     scanned_products,
@@ -86,7 +86,7 @@ def test_weighted_layers_give_the_bits_of_weighted_whole_gradients(kind, dtype, 
     mesh, kwargs = KINDS[kind]
     mesh = make_mesh(**mesh)
     batches = make_batches(mesh.size * accumulate_steps)
-    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked, **kwargs)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", layers=layers_of, **kwargs)
     gather = jax.jit(functools.partial(jda.gather_params, tx=tx))
     loss = weighted_products(gather)
     got = train(tx, loss, batches, dtype, accumulate_steps=accumulate_steps)
@@ -101,7 +101,7 @@ def test_weighted_layers_give_the_bits_of_weighted_whole_gradients(kind, dtype, 
 def test_layers_that_are_not_gathered_raise():
     """On one device, too: a model that forgets to gather does not wait for the second one."""
     mesh = make_mesh(**KINDS["one device"][0])
-    tx = make_tx(mesh, sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(mesh, sharding_strategy="optim_grads_params", layers=layers_of)
 
     def loss(params, batch):
         _, layers = jax.lax.scan(
@@ -118,7 +118,7 @@ def test_weights_work_with_keys_model_state_and_aux():
     """The call for the weight alone has the same key and model state, and changes neither."""
     batches, results = make_batches(4), []
     for kwargs in (
-        dict(sharding_strategy="optim_grads_params", stacked=is_stacked),
+        dict(sharding_strategy="optim_grads_params", layers=layers_of),
         dict(sharding_strategy="optim_grads"),
     ):
         tx = make_tx(make_mesh(**PAIR), loss_scale=2.0**7, **kwargs)
@@ -145,7 +145,7 @@ def test_weights_work_with_keys_model_state_and_aux():
 
 
 def test_negative_weight_gives_nan():
-    tx = make_tx(make_mesh(**PAIR), sharding_strategy="optim_grads_params", stacked=is_stacked)
+    tx = make_tx(make_mesh(**PAIR), sharding_strategy="optim_grads_params", layers=layers_of)
     state = jda.TrainState.create(make_params(), tx)
     loss = weighted_products(functools.partial(jda.gather_params, tx=tx))
     batch = make_batches(2)[0] | {"weight": np.full(16, -1, np.float32)}
@@ -161,7 +161,7 @@ def test_computing_the_weight_first_adds_no_operations(h200s, accumulate_steps):
     mesh = h200s(8)
     policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
     tx = distributed_adamw(
-        **HYPER, mesh=mesh, policy=policy, sharding_strategy="optim_grads_params", stacked=is_stacked
+        **HYPER, mesh=mesh, policy=policy, sharding_strategy="optim_grads_params", layers=layers_of
     )  # fmt: skip
     params = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16), shapes(6, 512), is_leaf=lambda s: type(s) is tuple

@@ -1,0 +1,80 @@
+"""``Layers``: which parameters a model gathers itself, in a scan over layers or block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdistadam.errors import HyperparameterError, TreeError
+
+SCAN, BLOCK = "scan", "block"
+
+
+class Layers:
+    """The argument ``layers``, with its results checked.
+
+    It remembers its results other than None, on which the options for compiling a step depend.
+    """
+
+    def __init__(self, function: Callable[[str], str | None]) -> None:
+        self._function = function
+        self._kinds: frozenset[str] | None = None  # of all params so far
+
+    def __call__(self, path: str) -> str | None:
+        """Returns what the model does with a leaf.
+
+        Raises:
+          HyperparameterError: The function returned anything else.
+        """
+        kind = self._function(path)
+        if kind is not None and not (isinstance(kind, str) and kind in (SCAN, BLOCK)):
+            raise HyperparameterError(
+                f"layers: not a kind of layers: got {kind!r:.60} for {path}, expected "
+                '"scan" for a leaf whose first dimension the model scans over, "block" for one '
+                'that it gathers before its block, or None. Return "scan" in place of True.'
+            )
+        return kind
+
+    def of(self, paths: Sequence[str]) -> list[str | None]:
+        """Returns this for every leaf.
+
+        Raises:
+          TreeError: It is None for all of them.
+        """
+        found = [self(path) for path in paths]
+        kinds = frozenset(kind for kind in found if kind is not None)
+        if paths and not kinds:
+            raise TreeError(
+                f"layers: selects no leaf: got None for {paths[0]} and {len(paths) - 1} more, "
+                'expected "scan" or "block" for the layers that the model scans over or gathers. '
+                "Test for a part of their paths, or leave layers out."
+            )
+        self._kinds = kinds if self._kinds is None else self._kinds | kinds
+        return found
+
+    def known_kinds(self) -> frozenset[str]:
+        """Returns the results other than None for all params so far.
+
+        Raises:
+          TreeError: There were no params yet.
+        """
+        if self._kinds is None:
+            raise TreeError(
+                "compiler_options: depend on layers, which has seen no params yet: got no state of "
+                "this optimizer, expected one before. Make it first, with TrainState.create or "
+                "TrainState.shapes."
+            )
+        return self._kinds
+
+
+def as_layers(value: Any) -> Layers | None:
+    """Returns the argument as ``Layers``; raises HyperparameterError unless it is a function."""
+    if value is None or isinstance(value, Layers):
+        return value
+    if not callable(value):
+        raise HyperparameterError(
+            f"layers: not a function: got {value!r}, expected a function of the path of a leaf "
+            'that returns "scan", "block" or None. '
+            'Pass for example layers=lambda path: "scan" if "layers" in path else None.'
+        )
+    return Layers(value)
