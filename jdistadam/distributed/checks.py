@@ -17,7 +17,7 @@ from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.guards import GUARDS
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule

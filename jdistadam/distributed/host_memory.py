@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, Slot
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, Slot
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
 from jdistadam.kernels.host_copy import Lines
@@ -46,7 +46,7 @@ def state_shardings(config: DistributedConfig, specs: Any) -> Any:
     return map_arrays(config.on_host, lambda x: x.with_memory_kind(memory.HOST), placed)
 
 
-def to_host(config: DistributedConfig, opt_state: Any) -> Any:
+def to_state_memory(config: DistributedConfig, opt_state: Any) -> Any:
     """Moves the arrays of a state to ``state_memory``; inside a program."""
     return map_arrays(config.on_host, memory.to_host, opt_state)
 

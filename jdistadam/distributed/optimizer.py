@@ -35,7 +35,7 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, zeros
 from jdistadam.distributed.layers import as_layers
 from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel

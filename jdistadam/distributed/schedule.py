@@ -56,7 +56,7 @@ class Collective:
       when: "step": once; "micro-batch": in each; "layer": for each layer of a scan, in each
         micro-batch.
       transport: How bytes move between devices: "xla", by a collective of the compiler; "peer",
-        by the kernels of communication.py, which read and write the memory of the others.
+        by the kernels of multi_tensor.py, which read and write the memory of the others.
     """
 
     op: str

@@ -241,11 +241,12 @@ class DistributedState(NamedTuple):
 
     Attributes:
       count: Shape (), int32: steps taken, excluding skipped ones; replicated.
-      main_params: Shape (num_shards * main_size,), float32, sharded: the main parameters. uint16
+      main_params: Shape (devices * main_size,), float32, sharded: the main parameters. uint16
         with main_params_dtype "remainder16": their low halves. None if no parameter has one.
-      mu: Shape (num_shards * flat_size,), policy.mu_dtype, sharded; FlatCodes for "block8" and
-        "block16".
-      nu: The same shape, policy.nu_dtype, sharded; likewise.
+        ``devices``: how many hold different parts, over the axes of shards and of a model.
+      mu: Shape (devices * flat_size,), mu_dtype of the optimizer, sharded; FlatCodes for "block8"
+        and "block16".
+      nu: The same shape, nu_dtype of the optimizer, sharded; likewise.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN if
         the state was of another layout.
       layout_digest: Shape (16,), uint8, replicated: a digest of the layout, which identifies the
@@ -254,7 +255,7 @@ class DistributedState(NamedTuple):
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
       key: Shape (2,), uint32, replicated: the constant seed of random bits; None without
         stochastic rounding.
-      ema: Shape (num_shards * flat_size,), float32, sharded: the moving average of the exact
+      ema: Shape (devices * flat_size,), float32, sharded: the moving average of the exact
         parameters, which ``ema_params`` returns; None without ema_decay.
       guard: The running mean of the gradient norm, and its skipped steps; None without norm_guard.
     """

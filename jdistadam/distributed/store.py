@@ -15,7 +15,7 @@ import jax
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.calls import Call
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import Slot, arrays_of, field_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import Slot, arrays_of, field_of, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState
 

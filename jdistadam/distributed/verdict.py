@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
         facts = Facts(norm, found_inf, grads.is_empty, is_other)
         reasons = [] if facts.is_empty is None else [facts.is_empty]
         for guard, value in config.active_guards:
-            reasons.append(guard.exceeds(value, getattr(state, guard.field), facts))
+            reasons.append(guard.skips(value, getattr(state, guard.field), facts))
         is_skipped = functools.reduce(jnp.logical_or, reasons) & ~is_other if reasons else None
         scalars = _scalars(config, state, grads.mean_scale, facts, is_skipped)
         return cls(facts, is_skipped, scalars)

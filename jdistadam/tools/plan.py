@@ -17,7 +17,7 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.communication import Communication, keeps_only_shards
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import STEPPED, types_of_arrays
+from jdistadam.distributed.flat_arrays import STEPPED, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule

@@ -18,7 +18,7 @@ from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
+from jdistadam.distributed.flat_arrays import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.state import (

@@ -60,8 +60,8 @@ _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
     "xla_gpu_all_gather_combine_threshold_bytes": MERGED_BYTES,
 }
-# Merged, parameters at rest would all be gathered before the forward pass starts. Separately, each
-# gather starts a few operations before its first use: see [Note: parameters at rest].
+# Merged, all sharded parameters would be gathered before the forward pass starts. Separately, each
+# gather starts a few operations before its first use.
 _GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
 # For a model that gathers block by block: merged, several blocks would be gathered at once, and
 # their gradients kept until the last of them is known.

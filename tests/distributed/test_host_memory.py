@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed import calls, host_memory, update
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
 from jdistadam.kernels.host_copy import Lines
 from support import h200, own_loop
