@@ -297,9 +297,8 @@ class Guard(NamedTuple):
     kind: type[Any]  # of its state
     new: Callable[[Any], Any]  # the state before the first step
     skips: Callable[[Any, Any, Facts], jax.Array]  # whether it skips a step; takes its state
-    next: Callable[
-        [Any, Any, Facts, Any], Any
-    ]  # the state after a step; takes whether it was skipped
+    # The state after a step; takes whether the step was skipped.
+    next: Callable[[Any, Any, Facts, Any], Any]
     continued: Callable[[Any, Any, Any], Any]  # takes the new state and the saved one
 
 

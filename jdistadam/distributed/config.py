@@ -53,7 +53,6 @@ class DistributedConfig:
     norm_guard: guards.NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
     on_host: tuple[str, ...] = ()
-    state_buffer_bytes: float = 0
     early_updates: bool | None = None
 
     @property

@@ -119,7 +119,7 @@ def _facts_of(config: DistributedConfig, params: Params) -> Facts:
 
 _OPTIONS = (
     "max_grad_norm loss_scale average_grads bucket_bytes layers ema_decay "
-    "norm_guard norms state_buffer_bytes early_updates"
+    "norm_guard norms early_updates"
 ).split()
 
 
