@@ -33,7 +33,7 @@ from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import AgreementError, DtypeError, TreeError
 from jdistadam.kernels.sharded_codes import encoded
 from jdistadam.training.agreement import LATER_LIMIT_SECONDS, check_agreement
-from jdistadam.training.checks import is_known
+from jdistadam.training.remembered import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
 EXTRA = "extra"  # begins the names of an extra tree

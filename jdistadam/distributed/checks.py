@@ -19,10 +19,7 @@ from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, types_of_arrays
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.shard import is_shard, leaves_of, plain
-from jdistadam.distributed.state import (
+from jdistadam.distributed.layout_text import (
     DIGEST_SIZE,
     changed_dtypes,
     differences,
@@ -30,6 +27,9 @@ from jdistadam.distributed.state import (
     known_text,
     sizes_of,
 )
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.shard import is_shard, leaves_of, plain
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,

@@ -18,13 +18,13 @@ from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
+from jdistadam.distributed.block_positions import check_cuts, whole_size
 from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layers import Layers
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
+from jdistadam.distributed.layout_text import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.distributed.state import digest_of, text_of
 from jdistadam.errors import MeshError, PolicyError
 
 

@@ -25,12 +25,7 @@ from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
 from jdistadam.distributed.peer_update import update_over_peers
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import (
-    DistributedState,
-    StepResult,
-    check_own_state,
-    find_state,
-)
+from jdistadam.distributed.state import DistributedState, StepResult, check_own_state, find_state
 from jdistadam.distributed.update import ShardUpdate, update_shards
 from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError

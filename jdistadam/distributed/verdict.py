@@ -18,7 +18,8 @@ from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.state import DistributedState, differs
+from jdistadam.distributed.layout_text import differs
+from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels.operands import Scalars
 
 

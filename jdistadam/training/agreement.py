@@ -26,7 +26,7 @@ from jdistadam import compat
 from jdistadam.core import trees
 from jdistadam.core.trees import Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.state import differences
+from jdistadam.distributed.layout_text import differences
 from jdistadam.errors import AgreementError
 
 LIMIT_SECONDS = 300

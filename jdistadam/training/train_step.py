@@ -32,16 +32,16 @@ from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.agreement import agree, texts_of
-from jdistadam.training.checks import (
+from jdistadam.training.loss import LossFunction
+from jdistadam.training.partitioned import check_model_axes
+from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
+from jdistadam.training.remembered import (
     is_known,
     remember_params,
     remember_returned,
     returned,
     returned_arrays,
 )
-from jdistadam.training.loss import LossFunction
-from jdistadam.training.partitioned import check_model_axes
-from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
 from jdistadam.training.step_program import (
     Leaves,
     StepOptions,
