@@ -22,7 +22,7 @@ import numpy as np
 from lm import report
 
 import jdistadam as jda
-from jdistadam.distributed import calls
+from jdistadam.distributed import calls, host_memory
 
 STORAGE = {
     "float32": dict(main_params_dtype=jnp.float32),
@@ -67,10 +67,8 @@ def measure(row, width, steps):
     calls.WINDOW = row.get("window", calls.WINDOW)
     mesh = jax.make_mesh((1,), ("data",))
     algorithm = jda.fused_adamw(1e-3, weight_decay=0.1, **STORAGE[row["storage"]])
-    options = {"state_buffer_bytes": row["buffer_bytes"]} if "buffer_bytes" in row else {}
-    tx = jda.distributed(
-        algorithm, mesh=mesh, state_memory=row["memory"], communication="xla", **options
-    )
+    host_memory.WINDOWS_BYTES = row.get("buffer_bytes", host_memory.WINDOWS_BYTES)
+    tx = jda.distributed(algorithm, mesh=mesh, state_memory=row["memory"], communication="xla")
     params, grads = draw(0, row["leaves"], width), draw(1000, row["leaves"], width)
     shardings = tx.param_shardings(params)
     params, grads = jax.device_put(params, shardings), jax.device_put(grads, shardings)

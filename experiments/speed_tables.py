@@ -225,7 +225,8 @@ def host_memory() -> str:
         state, held, peak = nbytes
         memory = row["memory"] + (", a single window" if "window" in row else "")
         if "buffer_bytes" in row:
-            memory += f", `state_buffer_bytes={row['buffer_bytes']:_}`"
+            nbytes = row["buffer_bytes"]
+            memory += f", {nbytes / 1e9:.1f} GB of windows" if nbytes > 1 else ", three windows"
         speed = f"{row['state_bytes'] / row['ms'] / 1e6:.0f} GB/s"
         table.append(
             (

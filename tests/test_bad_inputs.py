@@ -374,8 +374,6 @@ ERRORS = [
     ("a gradient norm for each leaf", lambda: make_tx(max_grad_norm=jnp.ones(2)), jda.HyperparameterError, r"^max_grad_norm: not a single number: got shape \(2,\), expected a scalar"),
     ("buckets of nothing", lambda: make_tx(bucket_bytes=0), jda.HyperparameterError, r"^bucket_bytes: out of range: got 0, expected"),
     ("buckets in words", lambda: make_tx(bucket_bytes="32MB"), jda.HyperparameterError, r"^bucket_bytes: out of range: got '32MB', expected"),
-    ("no room for parts of the state", lambda: make_tx(state_memory="pinned_host", state_buffer_bytes=0), jda.HyperparameterError, r"^state_buffer_bytes: out of range: got 0, expected a whole number of bytes > 0"),
-    ("a fraction of a byte", lambda: make_tx(state_memory="pinned_host", state_buffer_bytes=1.5), jda.HyperparameterError, r"^state_buffer_bytes: out of range: got 1\.5, expected a whole number of bytes > 0"),
     ("a number of early updates", lambda: make_tx(early_updates=1), jda.HyperparameterError, r"^early_updates: not a bool: got 1, expected True or False"),
     ("gradients of no dtype", lambda: jda.MixedPrecisionPolicy(main_grads_dtype=None), jda.PolicyError, r"^MixedPrecisionPolicy\.main_grads_dtype: not a dtype that can be used: got None, expected float32"),
     ("average_grads as a word", lambda: make_tx(average_grads="no"), jda.HyperparameterError, NOT_A_BOOL.format("average_grads", "'no'")),

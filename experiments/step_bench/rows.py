@@ -50,16 +50,13 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 # used, after the activations that enter the previous block; "at_any_time" without that condition.
 # "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
 # "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in
-# host memory, "host_moments" only its moments, "host_ema" only the average; "windows_512m",
-# "windows_1g" (the default) and "windows_2g" are memory for windows. "early" updates during the
-# backward pass.
-# "no_main" has no main parameters, "block8" 8-bit moments and stochastic rounding.
+# host memory, "host_moments" only its moments, "host_ema" only the average. "early" updates during
+# the backward pass. "no_main" has no main parameters, "block8" 8-bit moments and stochastic
+# rounding.
 BY_BLOCK = {"block_by_block", "at_any_time"}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
 SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "no_main", "block8"}
 SETTINGS |= {"host", "host_moments", "host_ema", "early"}
-WINDOWS = {"windows_512m": 512 << 20, "windows_1g": 1 << 30, "windows_2g": 2 << 30}
-SETTINGS |= WINDOWS.keys()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from step_bench import model as models
-from step_bench.rows import BY_BLOCK, WINDOWS
+from step_bench.rows import BY_BLOCK
 
 CHECKED_STEPS = 2
 MAX_NORM = 0.1  # below any gradient's, so it clips
@@ -303,7 +303,6 @@ def make_tx(mesh, strategy, modifiers, *, is_scanned=False, **kwargs):
         mesh=mesh,
         state_memory=memory_of(modifiers),
         early_updates=True if "early" in modifiers else None,
-        state_buffer_bytes=next((WINDOWS[x] for x in modifiers if x in WINDOWS), 1 << 30),
         sharding_strategy=strategy,
         policy=policy_of(modifiers),
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,

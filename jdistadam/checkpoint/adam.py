@@ -17,8 +17,8 @@ from jdistadam.checkpoint import parts
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.guards import continued
 from jdistadam.core.storage import main_codec_of
-from jdistadam.distributed import bucket_leaves, flat_moments
-from jdistadam.distributed.flat_moments import is_flat_codes
+from jdistadam.distributed import bucket_leaves, flat_arrays
+from jdistadam.distributed.flat_arrays import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.kernels import sharded_codes
@@ -124,7 +124,7 @@ class FlatAdam:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
         offset = bucket.offset
         if is_flat_codes(flat):
-            flat, offset = flat_moments.decoded_shards(self.config, bucket, section, flat), 0
+            flat, offset = flat_arrays.decoded_shards(self.config, bucket, section, flat), 0
         return bucket_leaves.extracted(self._form(bucket), flat, offset)
 
     @functools.cached_property
@@ -136,7 +136,7 @@ class FlatAdam:
                 continue
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
             if self._starts_anew or is_shape:
-                new[section] = flat_moments.zeros(self.config, self.layout, section)
+                new[section] = flat_arrays.zeros(self.config, self.layout, section)
             else:
                 new[section] = copy_to(like, self.config.state_sharding(section))
         return new
@@ -149,7 +149,7 @@ class FlatAdam:
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
         if is_flat_codes(flat):
             shards = bucket_leaves.inserted(form, None, 0, found)
-            new = flat_moments.with_shards(self.config, bucket, section, flat, shards)
+            new = flat_arrays.with_shards(self.config, bucket, section, flat, shards)
         else:
             new = bucket_leaves.inserted(form, flat, bucket.offset, found)
         self._new[section] = new

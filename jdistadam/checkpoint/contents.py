@@ -23,17 +23,17 @@ from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
-from jdistadam.core.guards import DynamicLossScale
+from jdistadam.core.guards import GUARDS, DynamicLossScale
 from jdistadam.core.storage import main_codec_of
 from jdistadam.distributed import host_memory
-from jdistadam.distributed.flat_moments import is_flat_codes
+from jdistadam.distributed.flat_arrays import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import AgreementError, DtypeError, TreeError
 from jdistadam.kernels.sharded_codes import encoded
 from jdistadam.training.agreement import LATER_LIMIT_SECONDS, check_agreement
-from jdistadam.training.checks import is_known
+from jdistadam.training.remembered import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
 EXTRA = "extra"  # begins the names of an extra tree
@@ -104,7 +104,7 @@ def _groups(leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int) -> 
 def _of_flat(flat: FlatAdam) -> Iterator[Group]:
     state, config = flat.state, flat.config
     is_dynamic = isinstance(config.loss_scale, DynamicLossScale)
-    for section in ("count", "grad_norm", "key", "scaling", "guard"):
+    for section in ("count", "grad_norm", "key", *(guard.field for guard in GUARDS)):
         for leaf in parts.leaves(section, getattr(state, section)):
             # The counts of a constant scale carry no information; see extra_state.py.
             if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):

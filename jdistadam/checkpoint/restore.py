@@ -20,7 +20,7 @@ from jdistadam.distributed import host_memory
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError, DtypeError, ShapeError, TreeError
-from jdistadam.training.checks import remember_params
+from jdistadam.training.remembered import remember_params
 from jdistadam.training.train_state import TrainState
 
 

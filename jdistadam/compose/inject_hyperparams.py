@@ -28,7 +28,7 @@ from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 # Arguments of the optimizers that are numbers or functions but no hyperparameters of Adam.
 _NEVER_INJECTED = frozenset(
     "mask bucket_bytes loss_scale mesh param_specs param_labels layers seed "
-    "float32_moments ema_decay state_buffer_bytes state_memory norms".split()
+    "float32_moments ema_decay state_memory norms".split()
 )
 _ALWAYS_FLOAT = frozenset("learning_rate weight_decay b1 b2 eps eps_root l2 max_grad_norm".split())
 

@@ -296,8 +296,9 @@ class Guard(NamedTuple):
     field: str  # of ``DistributedState``, for its state
     kind: type[Any]  # of its state
     new: Callable[[Any], Any]  # the state before the first step
-    exceeds: Callable[[Any, Any, Facts], jax.Array]  # whether it skips a step; takes its state
-    next: Callable[[Any, Any, Facts, Any], Any]  # the state after a step, given whether it ran
+    skips: Callable[[Any, Any, Facts], jax.Array]  # whether it skips a step; takes its state
+    # The state after a step; takes whether the step was skipped.
+    next: Callable[[Any, Any, Facts, Any], Any]
     continued: Callable[[Any, Any, Any], Any]  # takes the new state and the saved one
 
 

@@ -13,6 +13,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
 ``schedule.py``           ``Schedule``: what is sent, when, in which dtype. The step runs it,
                           ``plan`` counts it, ``audit`` compares it with the compiled program.
+``layout_text.py``        The text of a layout, and its digest, which every state carries.
 ``state.py``              ``DistributedState``: flat arrays, scalars, the digest of the layout.
 ``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
 ``shard.py``              ``Shard``: a device's part of a parameter, as a type.
@@ -21,8 +22,8 @@ The files of this folder and their concepts, in the order in which data pass thr
                           has it in one page.
 ``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
-``packing.py``            Leaves into buckets and back. ``Piece``: a bucket, or a part of one. Which
-                          blocks of a leaf a device has, for quantized state and random bits.
+``packing.py``            Leaves into buckets and back. ``Piece``: a bucket, or a part of one.
+``block_positions.py``    Which blocks of a leaf a device has, for quantized state and random bits.
 ``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
                           few leaves, outside of ``jax.shard_map``.
 ``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
@@ -35,7 +36,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``peer_update.py``        Sum, update and gathers over peer memory, in one or two kernels.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_moments.py``       ``Slot``: in which flat array a shard is, and where. Moments in codes.
+``flat_arrays.py``       ``Slot``: in which flat array a shard is, and where. Moments in codes.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================

@@ -14,7 +14,7 @@ from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import calls, flat_moments, host_memory, packing
+from jdistadam.distributed import calls, flat_arrays, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -74,7 +74,7 @@ def with_new_ema(
             in_specs=(specs, flat, flat),
             out_specs=flat,
         )
-        zeros = flat_moments.zeros(config, layout, "ema")
+        zeros = flat_arrays.zeros(config, layout, "ema")
         ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
     else:
         new = compat.shard_map(
@@ -108,7 +108,7 @@ def with_next_ema(
     if config.ema_decay is None:
         return state
     moves = calls.average_calls(config, layout)
-    updated = jax.tree.leaves([getattr(state, name) for name in flat_moments.STEPPED])
+    updated = jax.tree.leaves([getattr(state, name) for name in flat_arrays.STEPPED])
     store = Store(config, state, moves, shards, after=updated)
     for call in moves:
         taken = store.take(call)
@@ -163,7 +163,7 @@ def averaged_leaves(
     """
     leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
     for bucket in layout.buckets:
-        shard = flat_moments.shard_in(ema, bucket)
+        shard = flat_arrays.shard_in(ema, bucket)
         held = bucket.inner_shape if bucket.is_sharded_param else ()
         axes = packing.axes_left_to_cut(parallel, bucket, held)
         whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)
@@ -236,9 +236,9 @@ def _is_average_local(
     found = []
     for bucket in buckets:
         have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
-        average, exact = flat_moments.shard_in(ema, bucket), have
+        average, exact = flat_arrays.shard_in(ema, bucket), have
         if bucket.has_main:
-            kept = flat_moments.shard_in(main, bucket)
+            kept = flat_arrays.shard_in(main, bucket)
             exact = kind.join(have, kept, jnp)
         others = jnp.sum(have != average.astype(bucket.dtype)).astype(jnp.float32)
         moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import STEPPED, Slot, slot_of
+from jdistadam.distributed.flat_arrays import STEPPED, Slot, slot_of
 from jdistadam.distributed.layout import Bucket, Layout, aligned
 from jdistadam.distributed.packing import Piece
 from jdistadam.distributed.schedule import MERGED_BYTES, Schedule
@@ -190,7 +190,7 @@ def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
     for start in range(0, bucket.shard_size, WINDOW):
         part = dataclasses.replace(
             bucket,
-            dim=None,
+            dim=None,  # a part of a shard is flat
             shard_shape=(min(WINDOW, bucket.shard_size - start),),
             offset=bucket.offset + start,
             moment_offset=bucket.moment_offset + start,

@@ -17,12 +17,9 @@ from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.guards import GUARDS
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, types_of_arrays
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, types_of_arrays
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.shard import is_shard, leaves_of, plain
-from jdistadam.distributed.state import (
+from jdistadam.distributed.layout_text import (
     DIGEST_SIZE,
     changed_dtypes,
     differences,
@@ -30,6 +27,9 @@ from jdistadam.distributed.state import (
     known_text,
     sizes_of,
 )
+from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.distributed.shard import is_shard, leaves_of, plain
 from jdistadam.errors import (
     DtypeError,
     HyperparameterError,
@@ -45,17 +45,15 @@ def check_arguments(
     max_grad_norm: Any,
     bucket_bytes: Any,
     average_grads: Any,
-    state_buffer_bytes: Any,
     early_updates: Any,
 ) -> None:
     """Raises HyperparameterError unless types and ranges are right."""
     if early_updates is not None:
         check_flag("early_updates", early_updates)
     check_flag("average_grads", average_grads)
-    sizes = {"bucket_bytes": bucket_bytes, "state_buffer_bytes": state_buffer_bytes}
-    for name, value in sizes.items():
-        if not (is_real(value) and 0 < value < math.inf and value == int(value)):
-            raise out_of_range(name, value, "a whole number of bytes > 0")
+    is_whole = is_real(bucket_bytes) and 0 < bucket_bytes < math.inf
+    if not (is_whole and bucket_bytes == int(bucket_bytes)):
+        raise out_of_range("bucket_bytes", bucket_bytes, "a whole number of bytes > 0")
     # An array is a number that inject_hyperparams put into the state: its value is unknown here.
     if max_grad_norm is not None and not isinstance(max_grad_norm, jax.Array):
         if not (is_real(max_grad_norm) and 0 < max_grad_norm < math.inf):

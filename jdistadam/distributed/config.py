@@ -18,13 +18,13 @@ from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, mesh_axes
+from jdistadam.distributed.block_positions import check_cuts, whole_size
 from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layers import Layers
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
+from jdistadam.distributed.layout_text import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.packing import check_cuts, whole_size
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.distributed.state import digest_of, text_of
 from jdistadam.errors import MeshError, PolicyError
 
 
@@ -53,7 +53,6 @@ class DistributedConfig:
     norm_guard: guards.NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
     on_host: tuple[str, ...] = ()
-    state_buffer_bytes: float = 0
     early_updates: bool | None = None
 
     @property

@@ -42,7 +42,11 @@ from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layers import SCAN
 
 ALIGNMENT = 128
-"""Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned."""
+"""Shards begin at multiples of this many elements: 16-byte vectors of every dtype stay aligned.
+
+Codes begin with a block, which has one scale.
+"""
+assert ALIGNMENT % BLOCK == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import bucket_leaves, calls, flat_moments, host_memory, packing
+from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -69,7 +69,7 @@ def with_main_params(
 
 def _new_by_buckets(config: DistributedConfig, layout: Layout, main: Params) -> jax.Array:
     """Main parameters of global arrays, made by programs that other buckets share."""
-    flat = flat_moments.zeros(config, layout, "main_params")
+    flat = flat_arrays.zeros(config, layout, "main_params")
     specs, leaves = jax.tree.leaves(config.tensor_specs(main)), jax.tree.leaves(main)
     for bucket in layout.buckets:
         if bucket.has_main:
@@ -92,9 +92,7 @@ def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Pa
 
     spec = config.parallel.state_spec
     filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
-    return jax.jit(filled, donate_argnums=1)(
-        main, flat_moments.zeros(config, layout, "main_params")
-    )
+    return jax.jit(filled, donate_argnums=1)(main, flat_arrays.zeros(config, layout, "main_params"))
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
@@ -179,7 +177,7 @@ def _differ_local(
     """For each bucket with main parameters, whether any device's shard of the params differs."""
     found = []
     for bucket in buckets:
-        kept = flat_moments.shard_in(main, bucket)
+        kept = flat_arrays.shard_in(main, bucket)
         rounded = kept.astype(bucket.dtype)
         have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
         equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))

@@ -35,7 +35,7 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_moments import FLAT_ARRAYS, FlatCodes, zeros
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, zeros
 from jdistadam.distributed.layers import as_layers
 from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
@@ -69,7 +69,6 @@ def distributed(
     norm_guard: NormGuard | None = None,
     norms: str | Callable[[str], str | None] | None = None,
     state_memory: str | Mapping[str, str] = "device",
-    state_buffer_bytes: int = 1 << 30,
     early_updates: bool | None = None,
 ) -> DistributedTransformation:
     r"""Shards the state of ``fused_adamw`` or ``fused_adam`` over a mesh, for data parallelism.
@@ -167,8 +166,6 @@ def distributed(
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
         host memory. A dict (``{"mu": "pinned_host"}``) chooses some of these arrays. The same bits,
         but slower. See docs/host_memory.md.
-      state_buffer_bytes: Device memory, in bytes, for windows of such a state, which a step copies
-        to the devices and back; it uses at least three windows, even if they need more.
       early_updates: Whether ``train_step`` updates each parameter, and frees its gradient, as soon
         as the gradient is known: the same bits. Not with ``max_grad_norm``, ``loss_scale`` or
         ``norm_guard``. None: for a state in host memory without these. See docs/early_updates.md.
@@ -204,7 +201,7 @@ def distributed(
         return tx.distributed_by(functools.partial(distributed, **options))
     assert algorithm is not None
     policy = policy_of(policy)
-    check_arguments(max_grad_norm, bucket_bytes, average_grads, state_buffer_bytes, early_updates)
+    check_arguments(max_grad_norm, bucket_bytes, average_grads, early_updates)
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)
@@ -247,7 +244,6 @@ def distributed(
         norm_guard=norm_guard,
         norms=norms,
         on_host=on_host,
-        state_buffer_bytes=state_buffer_bytes,
         early_updates=early_updates,
     )
     _check_effects(config)

@@ -35,7 +35,7 @@ from jdistadam.core.trees import Grads
 from jdistadam.distributed.accumulate import local_grads
 from jdistadam.distributed.communication import keeps_only_shards, places
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import STEPPED
+from jdistadam.distributed.flat_arrays import STEPPED
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.norms import norm_of_squares
 from jdistadam.distributed.schedule import Schedule

@@ -19,17 +19,12 @@ from jdistadam.distributed.accumulate import summed_gradients
 from jdistadam.distributed.average import new_ema, with_next_ema
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import types_of_arrays
+from jdistadam.distributed.flat_arrays import types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import (
-    DistributedState,
-    StepResult,
-    check_own_state,
-    find_state,
-)
+from jdistadam.distributed.state import DistributedState, StepResult, check_own_state, find_state
 from jdistadam.distributed.update import ShardUpdate, update_shards
 from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError
@@ -62,7 +57,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         ema=new_ema(config, layout.buckets, leaves, main),
         **{guard.field: guard.new(value) for guard, value in config.active_guards},
     )
-    return host_memory.to_host(config, new)
+    return host_memory.to_state_memory(config, new)
 
 
 def step_local(

@@ -15,7 +15,7 @@ import jax
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.calls import Call
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import Slot, arrays_of, field_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import Slot, arrays_of, field_of, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState
 
@@ -61,9 +61,7 @@ class Store:
         self._streamed = [call for call in calls if _on_host(config, call)]
         windows, lines = _windows(config, self._arrays, self._streamed)
         needed = [inputs[call.pieces[0].bucket_index] for call in self._streamed[:1]]
-        self._stream = host_memory.Stream(
-            windows, lines, [*needed, *after], config.state_buffer_bytes
-        )
+        self._stream = host_memory.Stream(windows, lines, [*needed, *after])
 
     def take(self, call: Call) -> Taken:
         """Returns the arrays of a call: whole ones in place, or windows that begin with it."""
@@ -101,7 +99,7 @@ def bytes_of_windows(config: DistributedConfig, layout: Layout, calls: Sequence[
     """The bytes of windows that are on a device at the same time while it makes these calls."""
     arrays = arrays_of(types_of_arrays(config, layout))
     sizes = map(host_memory.nbytes, *_windows(config, arrays, calls))
-    return host_memory.bytes_at_once(list(sizes), config.state_buffer_bytes)
+    return host_memory.bytes_at_once(list(sizes))
 
 
 def _windows(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING
-from jdistadam.distributed import packing
+from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.communication import gather_parameters
 from jdistadam.distributed.config import DistributedConfig
@@ -160,13 +160,15 @@ def _rounding_of(
     storage = config.algorithm.storage
     if not storage.is_any:
         return None, None
-    positions, tables = packing.positions_of(
+    positions, tables = block_positions.positions_of(
         layout, call.pieces, config.parallel.state_axes, config.cutting_axes, config.tensor_parts
     )
     spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
-        cuts=tuple(packing.partition_of(layout, x, config.tensor_parts) for x in call.buckets),
+        cuts=tuple(
+            block_positions.partition_of(layout, x, config.tensor_parts) for x in call.buckets
+        ),
         tables=tables,
     )
     key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)

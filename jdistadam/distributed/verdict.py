@@ -18,7 +18,8 @@ from jdistadam.core.hyperparameters import coefficient_rows
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.state import DistributedState, differs
+from jdistadam.distributed.layout_text import differs
+from jdistadam.distributed.state import DistributedState
 from jdistadam.kernels.operands import Scalars
 
 
@@ -60,7 +61,7 @@ class Verdict(NamedTuple):
         facts = Facts(norm, found_inf, grads.is_empty, is_other)
         reasons = [] if facts.is_empty is None else [facts.is_empty]
         for guard, value in config.active_guards:
-            reasons.append(guard.exceeds(value, getattr(state, guard.field), facts))
+            reasons.append(guard.skips(value, getattr(state, guard.field), facts))
         is_skipped = functools.reduce(jnp.logical_or, reasons) & ~is_other if reasons else None
         scalars = _scalars(config, state, grads.mean_scale, facts, is_skipped)
         return cls(facts, is_skipped, scalars)

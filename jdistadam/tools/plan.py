@@ -17,11 +17,12 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.communication import Communication, keeps_only_shards
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import STEPPED, types_of_arrays
+from jdistadam.distributed.flat_arrays import STEPPED, types_of_arrays
 from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.layout_text import DIGEST_SIZE
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
-from jdistadam.distributed.state import DIGEST_SIZE, is_distributed_state
+from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.store import bytes_of_windows
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.transformation import FusedTransformation

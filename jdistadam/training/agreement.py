@@ -26,7 +26,7 @@ from jdistadam import compat
 from jdistadam.core import trees
 from jdistadam.core.trees import Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.state import differences
+from jdistadam.distributed.layout_text import differences
 from jdistadam.errors import AgreementError
 
 LIMIT_SECONDS = 300
@@ -119,7 +119,7 @@ def _facts_of(config: DistributedConfig, params: Params) -> Facts:
 
 _OPTIONS = (
     "max_grad_norm loss_scale average_grads bucket_bytes layers ema_decay "
-    "norm_guard norms state_buffer_bytes early_updates"
+    "norm_guard norms early_updates"
 ).split()
 
 

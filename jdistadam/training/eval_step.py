@@ -20,9 +20,10 @@ from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.average import averaged_leaves
 from jdistadam.distributed.checks import check_alive, check_options
+from jdistadam.distributed.layout_text import differs
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import differs, find_state
+from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import PolicyError
 from jdistadam.training.agreement import agree, agree_again, texts_of

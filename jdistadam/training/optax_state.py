@@ -18,7 +18,7 @@ from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_moments import FlatCodes, decoded_shards, is_flat_codes, with_shards
+from jdistadam.distributed.flat_arrays import FlatCodes, decoded_shards, is_flat_codes, with_shards
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.state import (
@@ -30,7 +30,6 @@ from jdistadam.distributed.state import (
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
-from jdistadam.training.checks import remember_params
 from jdistadam.training.eval_step import ema_params
 from jdistadam.training.extra_state import (
     ExtraState,
@@ -41,6 +40,7 @@ from jdistadam.training.extra_state import (
     with_extra_state,
 )
 from jdistadam.training.placement import copy_of, copy_to, fetch
+from jdistadam.training.remembered import remember_params
 from jdistadam.training.train_state import TrainState, check_layout
 
 

@@ -25,12 +25,12 @@ from jdistadam.distributed.state import (
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.distributed.verdict import poisoned
 from jdistadam.errors import HyperparameterError
-from jdistadam.training.checks import is_known, remember_params
 from jdistadam.training.early_updates import with_early_updates
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
 from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.overlap import with_overlap
 from jdistadam.training.partitioned import over_devices, rows_spec
+from jdistadam.training.remembered import is_known, remember_params
 from jdistadam.training.train_state import TrainState
 
 _LAG = 4  # windows, while gradients are summed over devices: up to 134 MB in bfloat16

@@ -27,16 +27,15 @@ from jdistadam.distributed.state import DistributedState, find_state, is_distrib
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import LayoutError, TreeError
 from jdistadam.training.agreement import agree, values_of
-from jdistadam.training.checks import (
-    check_created,
-    check_structure,
+from jdistadam.training.checks import check_created, check_structure
+from jdistadam.training.placement import brought, copy_to
+from jdistadam.training.remembered import (
     is_known,
     keep_memory,
     remember_params,
     returned,
     same_params,
 )
-from jdistadam.training.placement import brought, copy_to
 
 
 @jax.tree_util.register_dataclass

@@ -32,16 +32,16 @@ from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.agreement import agree, texts_of
-from jdistadam.training.checks import (
+from jdistadam.training.loss import LossFunction
+from jdistadam.training.partitioned import check_model_axes
+from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
+from jdistadam.training.remembered import (
     is_known,
     remember_params,
     remember_returned,
     returned,
     returned_arrays,
 )
-from jdistadam.training.loss import LossFunction
-from jdistadam.training.partitioned import check_model_axes
-from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
 from jdistadam.training.step_program import (
     Leaves,
     StepOptions,
@@ -60,8 +60,8 @@ _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
     "xla_gpu_all_gather_combine_threshold_bytes": MERGED_BYTES,
 }
-# Merged, parameters at rest would all be gathered before the forward pass starts. Separately, each
-# gather starts a few operations before its first use: see [Note: parameters at rest].
+# Merged, all sharded parameters would be gathered before the forward pass starts. Separately, each
+# gather starts a few operations before its first use.
 _GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
 # For a model that gathers block by block: merged, several blocks would be gathered at once, and
 # their gradients kept until the last of them is known.

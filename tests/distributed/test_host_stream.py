@@ -75,7 +75,8 @@ def run(monkeypatch, windows, count):
     lines = [{name: Lines(0, 2, 3) for name in window} for window in windows]
     size = 24 * max(map(len, windows))
     grads = [Value(recorder.call("gradient", []), "gradient") for _ in windows]
-    stream = host_memory.Stream(arrays, lines, grads[:1], count * size)
+    monkeypatch.setattr(host_memory, "WINDOWS_BYTES", count * size)
+    stream = host_memory.Stream(arrays, lines, grads[:1])
     new = []
     for i, grad in enumerate(grads):
         window = stream.take()

@@ -20,7 +20,7 @@ import jdistadam as jda
 from jdistadam.distributed import transformation
 from jdistadam.distributed.checks import check_layout_of
 from jdistadam.distributed.layout import Leaf, make_layout
-from jdistadam.distributed.state import VERSION, differences, digest_of, text_of
+from jdistadam.distributed.layout_text import VERSION, differences, digest_of, text_of
 from support.bits import assert_same_bits
 from support.dtypes import dtypes
 from support.lookalike import (
@@ -135,7 +135,7 @@ def test_layout_text_is_the_same_in_another_process():
         "import jax.numpy as jnp\n"
         "from jdistadam.distributed.layout import make_layout\n"
         "from jdistadam.distributed.layout import Leaf\n"
-        "from jdistadam.distributed.state import digest_of, text_of\n"
+        "from jdistadam.distributed.layout_text import digest_of, text_of\n"
         "leaves = [Leaf(f'params[{c!r}]', (300, 8), jnp.bfloat16, 0) for c in 'zaky']\n"
         "print(digest_of(text_of(make_layout(leaves, 4, 9000), (), 'float32')).tobytes().hex())"
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdistadam as jda
-from jdistadam.distributed import flat_moments
+from jdistadam.distributed import flat_arrays
 from jdistadam.distributed.layout import ALIGNMENT
 from support.exact_steps import make_tx
 from support.exact_sums import random_params
@@ -29,19 +29,19 @@ MIXED = functools.partial(jda.fused_adamw, float32_moments=lambda path: "rows" i
 def test_slots_fill_every_array_without_gaps(place, policy, options):
     tx = make_tx(place, policy, **options)
     layout = tx.layout(random_params("float32" if policy == "float32" else jnp.bfloat16))
-    types = flat_moments.types_of_arrays(tx.config, layout)
+    types = flat_arrays.types_of_arrays(tx.config, layout)
     ends = collections.Counter()
-    for name in flat_moments.FLAT_ARRAYS:
+    for name in flat_arrays.FLAT_ARRAYS:
         for bucket in layout.buckets:
-            slot = flat_moments.slot_of(tx.config, name, bucket)
+            slot = flat_arrays.slot_of(tx.config, name, bucket)
             assert (slot is None) == (name == "main_params" and not bucket.has_main)
             if slot is not None:
                 assert slot.start == ends[slot.array] and slot.start % ALIGNMENT == 0
                 assert 0 <= slot.size - bucket.shard_size < ALIGNMENT
                 ends[slot.array] += slot.size
-    for name, x in flat_moments.arrays_of(types).items():
+    for name, x in flat_arrays.arrays_of(types).items():
         if x is not None:  # an array is never empty
             first, *_ = jax.tree.leaves(x)
             assert first.size == max(ends[name], ALIGNMENT), name
-    fields = flat_moments.arrays_of(types)
-    assert types == {name: flat_moments.field_of(fields, name) for name in types}
+    fields = flat_arrays.arrays_of(types)
+    assert types == {name: flat_arrays.field_of(fields, name) for name in types}

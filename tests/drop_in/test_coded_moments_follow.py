@@ -1,7 +1,7 @@
 """Moments in codes follow their gradients as float32 ones do, over steps of unlike gradients.
 
 Each row of the leaf is a block of codes with gradients of one of KINDS. What is compared is derived
-in [Note: moments that follow], jdistadam/core/moments.py.
+in [Note: moments that follow], jdistadam/core/codecs.py.
 """
 
 import functools

@@ -30,7 +30,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed import calls
+from jdistadam.distributed import calls, host_memory
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.configurations import (
     GROUPS,
@@ -52,6 +52,7 @@ from support.optimizers import distributed_adam, distributed_adamw
 from support.reference_training import SEED, Batch, Reference
 
 calls.WINDOW = 4096  # elements, of which these states have more
+host_memory.WINDOWS_BYTES = 1 << 16
 
 
 def make_params(config):
@@ -165,7 +166,6 @@ def _placing(place, params):
         layers=layers_of(place) if place.stacked or place.gathered_in_model else None,
         communication=place.communication,
         state_memory=MEMORY.get(place.state_memory, place.state_memory),
-        state_buffer_bytes=1 << 16,
         early_updates=place.early_updates,
     )
 

@@ -31,7 +31,6 @@ def make_tx(place, policy="float32", adam=jda.fused_adamw, **kwargs):
             policy=jda.MixedPrecisionPolicy(**given),
             average_grads=False,
             loss_scale=1.0,
-            state_buffer_bytes=1,
         )
         | of_place
         | kwargs,

@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 import jdistadam as jda
-from jdistadam.distributed import calls
+from jdistadam.distributed import calls, host_memory
 from jdistadam.training import early_updates, step_program
 from jdistadam.training.early_updates import with_early_updates
 from support.bits import assert_trees_same_bits
@@ -40,6 +40,7 @@ DEVICE = dict(early_updates=True)
 def made(monkeypatch, loss, devices=1, micro=1, memory=HOST, **options):
     """A step whose windows are layers, its first state and batches."""
     monkeypatch.setattr(calls, "WINDOW", WIDTH**2 // devices)
+    monkeypatch.setattr(host_memory, "WINDOWS_BYTES", 1)
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices("cpu")[:devices])
     tx = jda.distributed(
         jda.fused_adamw(1e-2, weight_decay=0.1),
@@ -145,9 +146,7 @@ def copies_and_products(jaxpr):
 @pytest.mark.parametrize("options", [{}, dict(max_grad_norm=1.0)])
 def test_copies_to_the_device_wait_for_a_gradient(options, monkeypatch):
     """If the forward pass waited for their start, XLA could copy a window that is arriving."""
-    step, state, batches = made(
-        monkeypatch, plain, memory=HOST | dict(state_buffer_bytes=1), **options
-    )
+    step, state, batches = made(monkeypatch, plain, memory=HOST, **options)
     jaxpr, needs = operations_of(step, state, batches[0])
     copies, products = copies_and_products(jaxpr)
     assert len(copies) == LAYERS
