@@ -5,8 +5,8 @@
 // each one *waits*: until its arrays have arrived, and its own have been read. Between the two the
 // caller must not write its sources, nor use its targets.
 //
-//   exchange   source (rows, n, run), target (n, rows, run): part q of the source of device p is part
-//              p of the target of device q
+//   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p goes
+//              to device q, whose target has the parts of all other devices, in their order
 //   gather     source (rows, run), target (rows, n, run): the source of device p is part p of the
 //              target of every device
 //
@@ -66,9 +66,10 @@ class CopyJob {
       const CopyArray& a = posts[from].arrays[i];
       const size_t run = a.run, part = a.rows * run, whole = run * size_t(count());
       char* target = posts[to].arrays[i].target;
-      if (part == 0) continue;
+      if (part == 0 || (!is_gather_ && from == to)) continue;
+      const size_t place = from < to ? from : from - 1;
       send(is_gather_ ? CopyPiece{a.source, target + from * run, a.rows, run, run, whole}
-                      : CopyPiece{a.source + to * run, target + from * part, a.rows, run, whole, run});
+                      : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
     }
   }
 

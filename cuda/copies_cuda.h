@@ -167,6 +167,8 @@ class CopySender {
         if (piece.rows == 1 && p != me) {
           to_.push_back(piece.to), sizes_.push_back(piece.run);
           from_.push_back(const_cast<char*>(piece.from));
+        } else if (piece.rows == 1) {
+          error = cudaMemcpyAsync(piece.to, piece.from, piece.run, cudaMemcpyDefault, own_);
         } else {
           error = cudaMemcpy2DAsync(piece.to, piece.to_pitch, piece.from, piece.from_pitch,
                                     piece.run, piece.rows, cudaMemcpyDefault,

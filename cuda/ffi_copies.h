@@ -18,6 +18,7 @@
 
 #include "copies.h"
 #include "ffi_common.h"
+#include "sum.h"
 
 namespace jdistadam {
 
@@ -33,6 +34,15 @@ struct CopyWaitAttributes {
   int64_t limit_seconds;
 };
 
+// The FFI call `jdistadam_sum_parts`: the sum of what an exchange brought and of the device's own
+// part, as jdistadam_sum adds them.
+//
+// operands   the source and the target of the exchange, of each array. Results: the sums.
+// devices, rows   as above.
+struct SumPartsAttributes {
+  ffi::Span<const int64_t> devices, rows;
+};
+
 }  // namespace jdistadam
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyStartAttributes,
@@ -43,6 +53,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyStartAttributes,
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyWaitAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
                                       StructMember<int64_t>("limit_seconds"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::SumPartsAttributes,
+                                      StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<Span<const int64_t>>("rows"));
 
 namespace jdistadam {
 
@@ -63,7 +76,7 @@ inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingA
     if (!source || !target) return Invalid("copies have too few arrays");
     const size_t from = source->size_bytes(), to = target->size_bytes();
     const size_t rows = size_t(a.rows[i]), parts = a.gathers ? rows : rows * n;
-    if (a.rows[i] < 1 || from % parts != 0 || to != (a.gathers ? from * n : from))
+    if (a.rows[i] < 1 || from % parts != 0 || to != (a.gathers ? from * n : from / n * (n - 1)))
       return Invalid("array " + std::to_string(i) + " of copies has a wrong size");
     arrays->push_back({DataOf(*source), DataOf(*target), rows, from / parts});
   }
@@ -84,6 +97,48 @@ inline ffi::Error CopiesAreLost(const std::string& why) {
   return ffi::Error::Internal("jdistadam: copies between devices were not finished: " + why +
                               " (places along the axis of the mesh). Parameters and state are "
                               "lost: restore a checkpoint.");
+}
+
+inline ffi::Error BuildSumOfParts(const SumPartsAttributes& a, const ffi::RemainingArgs& args,
+                                  const ffi::RemainingRets& rets, int me, SumCall* call) {
+  const size_t n = a.devices.size(), count = a.rows.size();
+  if (n < 1 || n > kMaxCopyDevices || me < 0) return Invalid("devices: this one is not among them");
+  if (args.size() != 2 * count || rets.size() != count || count < 1)
+    return Invalid("a sum of parts needs two operands and a result for each array");
+  *call = {Dtype::kFloat32, Dtype::kFloat32, int32_t(n), 0, {}, me};
+  for (size_t i = 0; i < count; ++i) {
+    const auto own = GetBuffer(args, i), received = GetBuffer(args, count + i);
+    const auto sum = GetBuffer(rets, i);
+    if (!own || !received || !sum) return Invalid("a sum of parts has too few arrays");
+    const auto type = FloatTypeOf(own->element_type());
+    if (!type || received->element_type() != own->element_type() || (i > 0 && *type != call->in) ||
+        sum->element_type() != ffi::DataType::F32)
+      return Invalid(std::string("a sum of parts adds arrays of one dtype: ") + kFloats);
+    const size_t size = sum->element_count();
+    if (own->element_count() != size * n || received->element_count() != size * (n - 1) ||
+        a.rows[i] < 1 || size % size_t(a.rows[i]) != 0)
+      return Invalid("array " + std::to_string(i) + " of a sum of parts has a wrong size");
+    call->in = *type;
+    call->leaves.push_back(
+        {DataOf(*received), DataOf(*sum), size, DataOf(*own), size / size_t(a.rows[i])});
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Context>
+ffi::Error SumPartsHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, SumPartsAttributes a,
+                           int32_t ordinal, Context context) {
+  SumCall call;
+  const ffi::Error error = BuildSumOfParts(a, args, rets, PlaceAmong(a.devices, ordinal), &call);
+  return error.failure() ? error : Run(context, call);
+}
+
+inline auto SumPartsBinding() {
+  return ffi::Ffi::Bind()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<SumPartsAttributes>()
+      .Ctx<ffi::DeviceOrdinal>();
 }
 
 template <typename Context>

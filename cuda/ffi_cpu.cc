@@ -122,7 +122,7 @@ static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
   const auto job = CpuBoard().Start(who, a.gathers, {std::move(arrays), 0}, &is_last, &why);
   if (job == nullptr) return CopiesAreLost(why);
   for (int from = 0; is_last && from < job->count(); ++from) {
-    for (int to = 0; to < job->count(); ++to) {
+    for (int to = 0; to < job->count(); ++to) {  // its own part too, if it gathers
       job->ForPieces(from, to, [](const CopyPiece& piece) {
         for (size_t r = 0; r < piece.rows; ++r)
           std::memcpy(piece.to + r * piece.to_pitch, piece.from + r * piece.from_pitch, piece.run);
@@ -176,6 +176,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyStart_cpu, CopyStartHandler<Pool>,
                               CopyStartBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyWait_cpu, CopyWaitHandler<Pool>,
                               CopyWaitBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSumParts_cpu, SumPartsHandler<Pool>,
+                              SumPartsBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,
                               PeerSumBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler<Pool>,

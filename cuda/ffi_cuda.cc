@@ -256,6 +256,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cuda, HostCopyHandler<cudaStream
                               HostCopyBinding().Ctx<Stream>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cuda, HostCopiedHandler<cudaStream_t>,
                               HostCopiedBinding().Ctx<Stream>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSumParts_cuda, SumPartsHandler<cudaStream_t>,
+                              SumPartsBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
 // Not for CUDA graphs: copies run in streams of their own.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyStart_cuda, CopyStartHandler<cudaStream_t>,
                               CopyStartBinding().Ctx<Stream>());

@@ -21,6 +21,7 @@
 #include "dtype.h"
 #include "norm.h"
 #include "parallel.h"
+#include "sum.h"
 
 namespace jdistadam {
 
@@ -81,13 +82,6 @@ struct PeerArrays {
   std::vector<const void*> grads;  // empty in kStepOnSums
   std::vector<void*> outs;         // empty in kSum
 };
-
-// The position of element i of a shard in the whole leaf.
-JDISTADAM_INLINE size_t WholeIndex(size_t size, size_t run, int count, int me, size_t i) {
-  if (run == size) return size_t(me) * size + i;
-  const size_t row = size < (size_t{1} << 32) ? uint32_t(i) / uint32_t(run) : i / run;
-  return row * run * size_t(count) + size_t(me) * run + (i - row * run);
-}
 
 // The index of device `from` among the received arrays: the next lower place comes first.
 JDISTADAM_INLINE int ReceivedIndex(int count, int me, int from) {

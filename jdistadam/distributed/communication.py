@@ -40,7 +40,7 @@ from jdistadam.core import collectives
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.schedule import Collective, Phase
+from jdistadam.distributed.schedule import Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
 
@@ -235,19 +235,16 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
     sizes = [c.devices for c in reversed(exchanges)]  # in the order of the axes, outermost first
     part = x.shape[dim] // math.prod(sizes)
     shape = (*x.shape[:dim], *sizes, part, *x.shape[dim + 1 :])
+    whole = x.shape
     x = collectives.keep_cast(x.reshape(shape), exchanges[0].dtype)
+    if places := exchanges[0].places:
+        x = x.reshape(whole)
+        received = copies.exchange(x, dim=dim, places=places)
+        return copies.sum_parts(x, received, dim=dim, places=places)
     for position, exchange in zip(reversed(range(len(sizes))), exchanges, strict=True):
-        received = _exchanged(exchange, x, dim + position)
+        received = collectives.all_to_all(x, *exchange.axes, dim=dim + position)
         (x,) = multi_tensor.sum_contributions([received])
     return x
-
-
-def _exchanged(exchange: Collective, x: jax.Array, dim: int) -> jax.Array:
-    """Sends slice i of a dimension to device i; returns received slices in a new first one."""
-    if exchange.places:
-        flat = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
-        return copies.exchange(flat, dim=dim, places=exchange.places)
-    return collectives.all_to_all(x, *exchange.axes, dim=dim)
 
 
 def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invarying") -> jax.Array:

@@ -15,10 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistadam.core import collectives
 from jdistadam.kernels import native
 
 START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
 """The targets of the two calls."""
+SUM = "jdistadam_sum_parts"
 
 LIMIT_SECONDS = 300
 """How long a device waits for the others before it gives up."""
@@ -35,12 +37,32 @@ def exchange(x: jax.Array, *, dim: int, places: tuple[int, ...]) -> jax.Array:
       places: Local numbers of the N devices, in the order of the parts.
 
     Returns:
-      The received parts, stacked in a new first dimension, in the order of the devices.
+      The parts of the other N - 1 devices, stacked in a new first dimension, in their order.
     """
     n = len(places)
     part = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    target = native.type_like(x, (n, *part), x.dtype)
+    target = native.type_like(x, (n - 1, *part), x.dtype)
     return _copied(x, target, rows=math.prod(x.shape[:dim]), gathers=False, places=places)
+
+
+def sum_parts(own: jax.Array, received: jax.Array, *, dim: int, places: tuple[int, ...]) -> Any:
+    """Adds what ``exchange`` returned and the device's own part, pairwise in float32.
+
+    Args:
+      own: What was exchanged.
+      received: What came.
+      dim: As in ``exchange``.
+      places: As in ``exchange``.
+    """
+    own, received = collectives.vary_together((own, received))
+    target = native.type_like(received, received.shape[1:], np.dtype(np.float32))
+    (total,) = jax.ffi.ffi_call(SUM, [target])(
+        own,
+        received,
+        devices=np.asarray(places, np.int64),
+        rows=np.asarray([math.prod(own.shape[:dim])], np.int64),
+    )
+    return total
 
 
 def gather(shard: jax.Array, *, dim: int, places: tuple[int, ...], to: str) -> jax.Array:
