@@ -36,7 +36,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``peer_update.py``        Sum, update and gathers over peer memory, in one or two kernels.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_arrays.py``       ``Slot``: in which flat array a shard is, and where. Moments in codes.
+``flat_arrays.py``        ``Slot``: in which flat array a shard is, and where. Moments in codes.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================
