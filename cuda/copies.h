@@ -8,7 +8,7 @@
 //   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p goes
 //              to device q, whose target has the parts of all other devices, in their order
 //   gather     source (rows, run), target (rows, n, run): the source of device p is part p of the
-//              target of every device
+//              target of every device. In place: the source is that part of the own target
 //
 // Which starts meet is known from the execution (equal on all devices, different for each one), the
 // call site in the program, and the number of the execution's visit to that site on the device. A
@@ -32,11 +32,11 @@ namespace jdistadam {
 
 constexpr int kMaxCopyDevices = 64;
 
-// An array of one device; `run` in bytes.
+// An array of one device; `run` in bytes, and from one run of a gather's source to the next.
 struct CopyArray {
   char* source;
   char* target;
-  size_t rows, run;
+  size_t rows, run, pitch;
 };
 
 // The bytes that go from one device to another: `rows` pieces of `run` bytes.
@@ -66,9 +66,10 @@ class CopyJob {
       const CopyArray& a = posts[from].arrays[i];
       const size_t run = a.run, part = a.rows * run, whole = run * size_t(count());
       char* target = posts[to].arrays[i].target;
-      if (part == 0 || (!is_gather_ && from == to)) continue;
+      const bool is_there = !is_gather_ || a.source == a.target + from * run;
+      if (part == 0 || (from == to && is_there)) continue;
       const size_t place = from < to ? from : from - 1;
-      send(is_gather_ ? CopyPiece{a.source, target + from * run, a.rows, run, run, whole}
+      send(is_gather_ ? CopyPiece{a.source, target + from * run, a.rows, run, a.pitch, whole}
                       : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
     }
   }

@@ -8,6 +8,7 @@
 // site         differs between the starts of a program.
 // limit_seconds   how long to wait for a device.
 // gathers      whether it is a gather; otherwise an exchange.
+// in_place     of a gather: the sources are the targets, aliased.
 // rows         of each source.
 #pragma once
 
@@ -18,13 +19,12 @@
 
 #include "copies.h"
 #include "ffi_common.h"
-#include "sum.h"
 
 namespace jdistadam {
 
 struct CopyStartAttributes {  // in the order of their decoding below
   ffi::Span<const int64_t> devices;
-  bool gathers;
+  bool gathers, in_place;
   ffi::Span<const int64_t> rows;
   int64_t site;
 };
@@ -34,28 +34,16 @@ struct CopyWaitAttributes {
   int64_t limit_seconds;
 };
 
-// The FFI call `jdistadam_sum_parts`: the sum of what an exchange brought and of the device's own
-// part, as jdistadam_sum adds them.
-//
-// operands   the source and the target of the exchange, of each array. Results: the sums.
-// devices, rows   as above.
-struct SumPartsAttributes {
-  ffi::Span<const int64_t> devices, rows;
-};
-
 }  // namespace jdistadam
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyStartAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
-                                      StructMember<bool>("gathers"),
+                                      StructMember<bool>("gathers"), StructMember<bool>("in_place"),
                                       StructMember<Span<const int64_t>>("rows"),
                                       StructMember<int64_t>("site"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyWaitAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
                                       StructMember<int64_t>("limit_seconds"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::SumPartsAttributes,
-                                      StructMember<Span<const int64_t>>("devices"),
-                                      StructMember<Span<const int64_t>>("rows"));
 
 namespace jdistadam {
 
@@ -66,19 +54,25 @@ inline int PlaceAmong(const ffi::Span<const int64_t>& devices, int32_t ordinal) 
 }
 
 inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingArgs& args,
-                             const ffi::RemainingRets& rets, std::vector<CopyArray>* arrays) {
+                             const ffi::RemainingRets& rets, int me,
+                             std::vector<CopyArray>* arrays) {
   const size_t n = a.devices.size(), count = a.rows.size();
   if (n < 1 || n > kMaxCopyDevices) return Invalid("devices: too many, or none");
+  if (me < 0) return Invalid("this device is not one of those that copy");
   if (count < 1 || args.size() < count || rets.size() != count)
     return Invalid("copies need a source, a target and rows for each array");
   for (size_t i = 0; i < count; ++i) {
     const auto source = GetBuffer(args, i), target = GetBuffer(rets, i);
     if (!source || !target) return Invalid("copies have too few arrays");
-    const size_t from = source->size_bytes(), to = target->size_bytes();
-    const size_t rows = size_t(a.rows[i]), parts = a.gathers ? rows : rows * n;
-    if (a.rows[i] < 1 || from % parts != 0 || to != (a.gathers ? from * n : from / n * (n - 1)))
+    const size_t from = source->size_bytes(), to = target->size_bytes(), rows = size_t(a.rows[i]);
+    const size_t parts = a.gathers && !a.in_place ? rows : rows * n, run = from / parts;
+    const size_t expected = a.in_place ? from : a.gathers ? from * n : from / n * (n - 1);
+    if (a.rows[i] < 1 || from % parts != 0 || to != expected || (a.in_place && !a.gathers))
       return Invalid("array " + std::to_string(i) + " of copies has a wrong size");
-    arrays->push_back({DataOf(*source), DataOf(*target), rows, from / parts});
+    if (a.in_place && DataOf(*source) != DataOf(*target))
+      return Invalid("array " + std::to_string(i) + " of copies is not aliased with its operand");
+    char* first = DataOf(*source) + (a.in_place ? size_t(me) * run : 0);
+    arrays->push_back({first, DataOf(*target), rows, run, a.in_place ? n * run : run});
   }
   return ffi::Error::Success();
 }
@@ -99,56 +93,13 @@ inline ffi::Error CopiesAreLost(const std::string& why) {
                               "lost: restore a checkpoint.");
 }
 
-inline ffi::Error BuildSumOfParts(const SumPartsAttributes& a, const ffi::RemainingArgs& args,
-                                  const ffi::RemainingRets& rets, int me, SumCall* call) {
-  const size_t n = a.devices.size(), count = a.rows.size();
-  if (n < 1 || n > kMaxCopyDevices || me < 0) return Invalid("devices: this one is not among them");
-  if (args.size() != 2 * count || rets.size() != count || count < 1)
-    return Invalid("a sum of parts needs two operands and a result for each array");
-  *call = {Dtype::kFloat32, Dtype::kFloat32, int32_t(n), 0, {}, me};
-  for (size_t i = 0; i < count; ++i) {
-    const auto own = GetBuffer(args, i), received = GetBuffer(args, count + i);
-    const auto sum = GetBuffer(rets, i);
-    if (!own || !received || !sum) return Invalid("a sum of parts has too few arrays");
-    const auto type = FloatTypeOf(own->element_type());
-    if (!type || received->element_type() != own->element_type() || (i > 0 && *type != call->in) ||
-        sum->element_type() != ffi::DataType::F32)
-      return Invalid(std::string("a sum of parts adds arrays of one dtype: ") + kFloats);
-    const size_t size = sum->element_count();
-    if (own->element_count() != size * n || received->element_count() != size * (n - 1) ||
-        a.rows[i] < 1 || size % size_t(a.rows[i]) != 0)
-      return Invalid("array " + std::to_string(i) + " of a sum of parts has a wrong size");
-    call->in = *type;
-    call->leaves.push_back(
-        {DataOf(*received), DataOf(*sum), size, DataOf(*own), size / size_t(a.rows[i])});
-  }
-  return ffi::Error::Success();
-}
-
-template <typename Context>
-ffi::Error SumPartsHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, SumPartsAttributes a,
-                           int32_t ordinal, Context context) {
-  SumCall call;
-  const ffi::Error error = BuildSumOfParts(a, args, rets, PlaceAmong(a.devices, ordinal), &call);
-  return error.failure() ? error : Run(context, call);
-}
-
-inline auto SumPartsBinding() {
-  return ffi::Ffi::Bind()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attrs<SumPartsAttributes>()
-      .Ctx<ffi::DeviceOrdinal>();
-}
-
 template <typename Context>
 ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets,
                             CopyStartAttributes a, ffi::RunId run, int32_t ordinal,
                             Context context) {
   std::vector<CopyArray> arrays;
-  ffi::Error error = ReadCopies(a, args, rets, &arrays);
   const CopyVisitor who{run.run_id, a.site, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
-  if (error.success() && who.me < 0) error = Invalid("this device is not one of those that copy");
+  ffi::Error error = ReadCopies(a, args, rets, who.me, &arrays);
   return StartCopies(context, who, a, std::move(error), std::move(arrays), ordinal);
 }
 

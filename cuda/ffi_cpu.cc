@@ -9,7 +9,7 @@
 #include "ffi_copies.h"
 #include "ffi_host_copy.h"
 #include "ffi_norm.h"
-#include "ffi_peer_meeting.h"
+#include "ffi_parts.h"
 #include "ffi_quantized.h"
 #include "ffi_squares.h"
 #include "ffi_sum.h"
@@ -40,6 +40,11 @@ static ffi::Error Run(ffi::ThreadPool& pool, const NormTilesCall& call) {
 
 static ffi::Error Run(ffi::ThreadPool&, const NormCall& call) {
   NormCpu(call);
+  return ffi::Error::Success();
+}
+
+static ffi::Error Run(ffi::ThreadPool& pool, const PartsCall& call) {
+  PartsCpu(call, ThreadsOf(pool));
   return ffi::Error::Success();
 }
 
@@ -76,32 +81,6 @@ static void Complete(ffi::Promise promise, ffi::Error error) {
   error.success() ? promise.SetAvailable() : promise.SetError(std::move(error));
 }
 
-// A device waits for the others in its own thread, never in one of XLA's: XLA would lack that
-// thread for a collective concurrent with the step.
-//
-// The second meeting: nobody accesses a peer's arrays after it. It has no limit: whoever passed the
-// first one will come, and until then my arrays must not be released.
-static ffi::Future RunPeer(ffi::ThreadPool&, const PeerAttributes& a, ffi::Error error,
-                           PeerCall call, int64_t run, int32_t ordinal) {
-  using Meeting = PeerMeeting<char>;
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  Meeting meeting(a, run, ordinal);
-  if (error = meeting.Tell(std::move(error)); error.success()) {
-    error = meeting.Tell(InThread([promise, meeting, call = std::move(call)]() mutable {
-      Meeting::Entries entries;
-      ffi::Error error = meeting.Meet(0, EntryOf<char>(call, 0), meeting.limit(), &entries);
-      if (error.success()) {
-        PeerCpu(call, Meeting::ArraysOf(call, entries, meeting.me()), kOneThread);
-        error = meeting.Meet(1, {}, Meeting::All::kNoLimit, &entries);
-      }
-      Complete(std::move(promise), std::move(error));
-    }));
-  }
-  if (error.failure()) Complete(std::move(promise), std::move(error));
-  return future;
-}
-
 using CpuCopies = CopyBoard<char>;
 
 static CpuCopies& CpuBoard() {
@@ -133,7 +112,8 @@ static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
   return ffi::Error::Success();
 }
 
-// It waits in its own thread, as in RunPeer.
+// A device waits for the others in its own thread, never in one of XLA's: XLA would lack that
+// thread for a collective concurrent with the step.
 static ffi::Future WaitForCopies(ffi::ThreadPool&, const CopyVisitor& who, ffi::Error error,
                                  const char* target, std::chrono::seconds limit, int32_t) {
   ffi::Promise promise;
@@ -178,9 +158,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyWait_cpu, CopyWaitHandler<Pool>,
                               CopyWaitBinding().Ctx<Pool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSumParts_cpu, SumPartsHandler<Pool>,
                               SumPartsBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerSum_cpu, PeerSumHandler<Pool>,
-                              PeerSumBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamPeerStep_cpu, PeerStepHandler<Pool>,
-                              PeerStepBinding().Ctx<Pool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamStepParts_cpu, StepPartsHandler<Pool>,
+                              StepPartsBinding().Ctx<Pool>());
 
 }  // namespace jdistadam

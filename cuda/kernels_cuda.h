@@ -5,7 +5,7 @@
 
 #include "adam.h"
 #include "norm.h"
-#include "peer.h"
+#include "parts.h"
 #include "quantized.h"
 #include "squares.h"
 #include "sum.h"
@@ -18,7 +18,7 @@ cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream);
 cudaError_t SumSegmentsCuda(const SquaresCall& call, cudaStream_t stream);
 cudaError_t NormTilesCuda(const NormTilesCall& call, cudaStream_t stream);
 cudaError_t NormCuda(const NormCall& call, cudaStream_t stream);
-cudaError_t PeerCuda(const PeerCall& call, const PeerArrays& arrays, cudaStream_t stream);
+cudaError_t PartsCuda(const PartsCall& call, cudaStream_t stream);
 cudaError_t SumCuda(const SumCall& call, cudaStream_t stream);
 
 }  // namespace jdistadam

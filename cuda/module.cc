@@ -23,8 +23,7 @@ XLA_FFI_Error* JDISTADAM_HANDLER(HostCopied)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(CopyStart)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(CopyWait)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(SumParts)(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* JDISTADAM_HANDLER(PeerSum)(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* JDISTADAM_HANDLER(PeerStep)(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JDISTADAM_HANDLER(StepParts)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
 }
 
@@ -59,10 +58,8 @@ NB_MODULE(JDISTADAM_MODULE, m) {
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(CopyWait)));
     handlers["jdistadam_sum_parts"] =
         nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(SumParts)));
-    handlers["jdistadam_peer_sum"] =
-        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerSum)));
-    handlers["jdistadam_peer_step"] =
-        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(PeerStep)));
+    handlers["jdistadam_step_parts"] =
+        nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(StepParts)));
     return handlers;
   });
 }

@@ -18,10 +18,7 @@ void SumTile(const SumCall& call, const SumLeaf& leaf, size_t begin) {
     if (leaf.in != nullptr) {
       PairwiseSum<kMaxContributions>(
           call.contributions,
-          [&](int k, float* term) {
-            const SumTerm at = TermOf(leaf, call.contributions, call.me, stride, k, i);
-            *term = LoadOne(at.base, call.in, at.i);
-          },
+          [&](int k, float* term) { *term = LoadOne(leaf.in, call.in, k * stride + i); },
           [](float a, float* b) { *b = a + *b; }, &total);
     }
     StoreOne(leaf.out, call.out, i, total);

@@ -18,7 +18,6 @@ struct Sum {
   Dtype in, out;
   int contributions;
   size_t stride;
-  int me;
 };
 
 struct Vector {
@@ -34,8 +33,7 @@ __device__ __forceinline__ Vector SumVector(const Sum& sum, const SumLeaf& leaf,
   PairwiseSum<kContributions == 0 ? kMaxContributions : kContributions>(
       kContributions == 0 ? sum.contributions : kContributions,
       [&](int k, Vector* term) {
-        const SumTerm at = TermOf(leaf, sum.contributions, sum.me, stride, k, i);
-        Widen(LoadVector<kVector>(at.base, sum.in, at.i), sum.in, term->x);
+        Widen(LoadVector<kVector>(leaf.in, sum.in, k * stride + i), sum.in, term->x);
       },
       [](const Vector& a, Vector* b) {
 #pragma unroll
@@ -50,10 +48,7 @@ __device__ __noinline__ void SumOne(const Sum& sum, const SumLeaf& leaf, size_t 
   if (leaf.in != nullptr) {
     PairwiseSum<kMaxContributions>(
         sum.contributions,
-        [&](int k, float* term) {
-          const SumTerm at = TermOf(leaf, sum.contributions, sum.me, stride, k, i);
-          *term = LoadOne(at.base, sum.in, at.i);
-        },
+        [&](int k, float* term) { *term = LoadOne(leaf.in, sum.in, k * stride + i); },
         [](float a, float* b) { *b = a + *b; }, &total);
   }
   StoreOne(leaf.out, sum.out, i, total);
@@ -70,9 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   const size_t left = leaf.size - i, stride = sum.stride != 0 ? sum.stride : leaf.size;
   bool whole = left >= kVector && IsAligned<kVector>(leaf.in, sum.in) &&
                IsAligned<kVector>(leaf.out, sum.out) &&
-               (sum.contributions == 1 || stride % kVector == 0) &&
-               (leaf.own == nullptr ||
-                (leaf.run % kVector == 0 && IsAligned<kVector>(leaf.own, sum.in)));
+               (sum.contributions == 1 || stride % kVector == 0);
   if (whole) {
     const Vector total = SumVector<kContributions>(sum, leaf, stride, i);
 #pragma unroll
@@ -86,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kContributions>
 cudaError_t Launch(const SumCall& call, cudaStream_t stream) {
-  const Sum sum{call.in, call.out, call.contributions, call.stride, call.me};
+  const Sum sum{call.in, call.out, call.contributions, call.stride};
   return ForEachTable<SumLeaf>(
       call.leaves, size_t{kThreads} * kVector, [&](const auto& table, uint32_t tiles) {
         SumKernel<kContributions><<<tiles, kThreads, 0, stream>>>(table, sum);

@@ -70,6 +70,14 @@ def shapes(size, is_scanned):
     return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
+def cut_after(blocks=None):
+    """A function from the path of a leaf: whether the model uses it after so many blocks."""
+    if blocks is None:
+        return None
+    first = ("embed", "positions", *(f"block{i:02d}" for i in range(blocks)))
+    return lambda path: not any(name in path for name in first)
+
+
 def layers_of(path):
     """Whether a leaf has a first dimension of layers, or is of a block of an unrolled model."""
     return "scan" if "layers" in path else "block" if "block" in path else None

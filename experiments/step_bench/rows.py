@@ -46,7 +46,8 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 }
 # Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
 # each other "float32sum" uses peer memory, except with "over_xla". "gathered_once" is
-# reshard_after_forward=False. In an unrolled model "block_by_block" gathers each block where it is
+# reshard_after_forward=False; "whole_6" with it leaves the embedding and 6 blocks whole between
+# steps (reshard_after_backward). In an unrolled model "block_by_block" gathers each block where it is
 # used, after the activations that enter the previous block; "at_any_time" without that condition.
 # "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
 # "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in
@@ -54,6 +55,7 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 # the backward pass. "no_main" has no main parameters, "block8" 8-bit moments and stochastic
 # rounding.
 BY_BLOCK = {"block_by_block", "at_any_time"}
+WHOLE = {f"whole_{n}": n for n in (0, 2, 4, 6, 8)}
 SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
 SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "no_main", "block8"}
 SETTINGS |= {"host", "host_moments", "host_ema", "early"}
@@ -105,6 +107,7 @@ def parse(name):
     allowed["annotated_zero1"] = annotated | {"fused"}  # fused_adamw, its state sharded
     for strategy in STRATEGIES[:3]:
         allowed[strategy] = ours - {"gathered_once", *BY_BLOCK}
+    allowed[STRATEGIES[3]] = ours | WHOLE.keys()
     if workload != tree and workload.is_scanned:
         allowed["optim_grads_params"] = ours - BY_BLOCK
     if workload == tree:  # params are whole before and after

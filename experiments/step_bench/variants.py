@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from step_bench import model as models
-from step_bench.rows import BY_BLOCK
+from step_bench.rows import BY_BLOCK, WHOLE
 
 CHECKED_STEPS = 2
 MAX_NORM = 0.1  # below any gradient's, so it clips
@@ -308,6 +308,7 @@ def make_tx(mesh, strategy, modifiers, *, is_scanned=False, **kwargs):
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,
         communication="xla" if "over_xla" in modifiers else "auto",
         reshard_after_forward="gathered_once" not in modifiers,
+        reshard_after_backward=models.cut_after(*(WHOLE[x] for x in WHOLE.keys() & modifiers)),
         layers=models.layers_of if is_scanned or BY_BLOCK & modifiers else None,
         ema_decay=0.999 if "ema" in modifiers else None,
         norms=norms_of(modifiers),

@@ -170,28 +170,16 @@ class StepGrads(NamedTuple):
     """Checked gradients, as a step uses them.
 
     Attributes:
-      arrays: This device's part of the sum of every bucket over devices. For a step over peer
-        memory, which sums them itself: this device's whole gradient of every bucket, in the
-        communication dtype.
+      arrays: This device's part of the sum of every bucket over devices; ``Parts`` if they have
+        arrived, but are not added yet.
       mean_scale: The factor that turns the sum into the mean, shape (), float32; 1 without
         average_grads.
       is_empty: Whether the total weight is zero, shape (), bool; None if that is impossible.
     """
 
-    arrays: list[jax.Array]
+    arrays: list[Any]
     mean_scale: jax.Array
     is_empty: jax.Array | None
-
-
-def local_grads(config: DistributedConfig, schedule: Schedule, grads: Grads) -> StepGrads:
-    """Checks local gradients, or the result of ``accumulate``; sends only weights."""
-    sums, weight = _sums_and_weight(grads)
-    _check_local(config, schedule, sums)
-    buckets = [
-        collectives.keep_cast(array, config.policy.comm_dtype)
-        for array in _whole_buckets(config, schedule, jax.tree.leaves(sums))
-    ]
-    return StepGrads(buckets, *_mean_scale(config, weight))
 
 
 def _sums_and_weight(grads: Grads) -> tuple[Any, Any]:
@@ -236,7 +224,9 @@ def summed_gradients(config: DistributedConfig, schedule: Schedule, grads: Grads
     sums, weight = _sums_and_weight(grads)
     if weight is None or not config.parallel.shards_grads:
         _check_local(config, schedule, sums)
-        shards = summed_shards(config, schedule, leaves_of(sums), includes_outer=True)
+        shards = summed_shards(
+            config, schedule, leaves_of(sums), includes_outer=True, keeps_parts=True
+        )
     else:  # summed over shard_axes, micro-batch by micro-batch
         pairs = zip(schedule.buckets, sums, strict=True)
         shards = [
@@ -247,18 +237,25 @@ def summed_gradients(config: DistributedConfig, schedule: Schedule, grads: Grads
 
 
 def summed_shards(
-    config: DistributedConfig, schedule: Schedule, grads: Sequence[Any], *, includes_outer: bool
-) -> list[jax.Array]:
+    config: DistributedConfig,
+    schedule: Schedule,
+    grads: Sequence[Any],
+    *,
+    includes_outer: bool,
+    keeps_parts: bool = False,
+) -> list[Any]:
     """Returns this device's part of every bucket's gradient sum over ``shard_axes``.
 
     With ``includes_outer`` also over ``replica_axes``. A ``Shard`` in ``grads`` is already summed
-    over ``shard_axes``.
+    over ``shard_axes``. With ``keeps_parts``, parts that do not come from XLA are not added.
     """
-    shards = []
+    shards = list[Any]()
     arrays = _whole_buckets(config, schedule, grads)
     for entry, array in zip(schedule.buckets, arrays, strict=True):
         phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
         if is_shard(array):
             phases, array = phases[1:], array.value
-        shards.append(communication.sum_gradients(phases, array, entry.bucket.cut_dim))
+        dim = entry.bucket.cut_dim
+        parts = communication.exchanged_parts(phases, array, dim) if keeps_parts else None
+        shards.append(parts or communication.sum_gradients(phases, array, dim))
     return shards

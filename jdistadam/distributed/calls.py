@@ -22,7 +22,7 @@ from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_arrays import STEPPED, Slot, slot_of
 from jdistadam.distributed.layout import Bucket, Layout, aligned
 from jdistadam.distributed.packing import Piece
-from jdistadam.distributed.schedule import MERGED_BYTES, Schedule
+from jdistadam.distributed.schedule import COPIED_BYTES, MERGED_BYTES, Schedule
 
 WINDOW = 1 << 24
 """Maximum number of state elements in a window, unless a bucket that is not split has more."""
@@ -63,6 +63,7 @@ def make_calls(
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
     for i, bucket in enumerate(layout.buckets):
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded)
+        kind += (bool(config.places) and bucket.is_sharded_param,)
         of_kind.setdefault(kind, []).append(i)
     has_windows = config.updates_early or config.steps_on_host
     in_windows, whole = list[list[Piece]](), list[list[Piece]]()
@@ -75,6 +76,8 @@ def make_calls(
         else:
             groups = [indices] if has_windows else _merged(schedule, indices)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
+    if config.places:
+        whole = _before_their_gathers(whole, needs_all=config.takes_norm_first)
     pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
     calls = [_call(config, STEPPED, x) for x in pieces]
     if has_windows:
@@ -116,6 +119,18 @@ def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
     return calls and [*calls[:-1], dataclasses.replace(calls[-1], gathers=gathers)]
 
 
+def _before_their_gathers(calls: list[list[Piece]], *, needs_all: bool) -> list[list[Piece]]:
+    """Puts calls whose parameters are gathered afterwards before those of parameters that rest cut.
+
+    Gathers then run during the other updates. If updates need not wait for all gradients, a quarter
+    of the others come first, until the last gradients have arrived.
+    """
+    gathered = [call for call in calls if not call[0].bucket.is_sharded_param]
+    others = [call for call in calls if call[0].bucket.is_sharded_param]
+    first = 0 if needs_all else len(others) // 4
+    return [*others[:first], *gathered, *others[first:]]
+
+
 def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     """Splits buckets, in order, into groups whose gathers XLA merges into one.
 
@@ -131,7 +146,7 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     for i in indices:
         entry = schedule.buckets[i]
         added = entry.whole_bytes if are_copied else entry.gathered_bytes
-        if not groups or (added and nbytes + added > MERGED_BYTES):
+        if not groups or (added and nbytes + added > (COPIED_BYTES if are_copied else MERGED_BYTES)):
             groups.append([])
             nbytes = 0
         groups[-1].append(i)

@@ -43,6 +43,7 @@ from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
+from jdistadam.kernels.parts import Cut, Parts, sum_parts
 
 _REQUESTS = ("auto", "xla", "peer")
 _NUM_DEVICES = (2, 4, 8)
@@ -120,11 +121,6 @@ def choose_communication(
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])
-
-
-def keeps_only_shards(parallel: DataParallel) -> bool:
-    """Whether a device keeps only its own shard of gradients sent ahead: [Note: sent ahead]."""
-    return parallel.num_devices > 2
 
 
 def _obstacles(
@@ -213,6 +209,29 @@ def sum_gradients(phases: Sequence[Phase], x: jax.Array, dim: int) -> jax.Array:
     return x
 
 
+def exchanged_parts(phases: Sequence[Phase], x: jax.Array, dim: int) -> Parts | None:
+    """Exchanges a bucket's gradient without adding its parts; None if XLA sends it, or nothing is.
+
+    Args:
+      phases: As in ``sum_gradients``.
+      x: This device's gradient.
+      dim: The dimension along which the sum is cut.
+    """
+    sent = [phase for phase in phases if phase]
+    return _exchanged(sent[0], x, dim) if sent and sent[0][0].places else None
+
+
+def _exchanged(phase: Phase, x: jax.Array, dim: int) -> Parts:
+    (exchange,) = phase
+    length = x.shape[dim] // exchange.devices
+    part = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    # The reshape keeps XLA from adding what is not rounded yet.
+    apart = x.reshape((*x.shape[:dim], exchange.devices, length, *x.shape[dim + 1 :]))
+    own = collectives.keep_cast(apart, exchange.dtype).reshape(x.shape)
+    received = copies.exchange(own, dim=dim, places=exchange.places)
+    return Parts(own, received, Cut(part, dim, exchange.places))
+
+
 def _sum_phase(phase: Phase, x: jax.Array, dim: int) -> jax.Array:
     first, last = phase[0], phase[-1]
     if first.op == "all-reduce":
@@ -232,19 +251,22 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
 
     Contributions are rounded once to the dtype of the first exchange; partial sums stay float32.
     """
+    if exchanges[0].places:
+        return sum_parts([_exchanged(exchanges, x, dim)]).sums[0]
     sizes = [c.devices for c in reversed(exchanges)]  # in the order of the axes, outermost first
     part = x.shape[dim] // math.prod(sizes)
     shape = (*x.shape[:dim], *sizes, part, *x.shape[dim + 1 :])
-    whole = x.shape
     x = collectives.keep_cast(x.reshape(shape), exchanges[0].dtype)
-    if places := exchanges[0].places:
-        x = x.reshape(whole)
-        received = copies.exchange(x, dim=dim, places=places)
-        return copies.sum_parts(x, received, dim=dim, places=places)
     for position, exchange in zip(reversed(range(len(sizes))), exchanges, strict=True):
         received = collectives.all_to_all(x, *exchange.axes, dim=dim + position)
         (x,) = multi_tensor.sum_contributions([received])
     return x
+
+
+def gather_in_place(phase: Phase, whole: jax.Array, dim: int) -> jax.Array:
+    """``gather_parameters`` of an array of which this device has written its shard."""
+    (gather,) = phase
+    return copies.gather_in_place(whole, dim=dim, places=gather.places)
 
 
 def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invarying") -> jax.Array:

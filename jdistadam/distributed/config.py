@@ -54,6 +54,7 @@ class DistributedConfig:
     norms: str | Callable[[str], str | None] | None = None
     on_host: tuple[str, ...] = ()
     early_updates: bool | None = None
+    reshard_after_backward: Callable[[str], bool] | None = None
 
     @property
     def steps_on_host(self) -> bool:
@@ -140,6 +141,9 @@ class DistributedConfig:
                 tensor_axes=mesh_axes.axes_of(spec),
                 layers=kind,
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
+                rests_whole=not (
+                    self.reshard_after_backward is None or self.reshard_after_backward(path)
+                ),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
             leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))

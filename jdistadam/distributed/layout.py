@@ -62,6 +62,7 @@ class Leaf:
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
+    rests_whole: bool = False  # whether devices hold all of it between steps, if others are cut
 
     @property
     def size(self) -> int:
@@ -236,7 +237,10 @@ def make_layout(
     leaf_alignment = BLOCK if in_blocks else 1
     members = _members(leaves, num_shards, bucket_bytes, packs, leaf_alignment)
     # Those with main parameters first, because the flat array of main parameters is shorter.
-    has_main = [keeps_main(leaves[m.leaves[0]].dtype, not m.is_packed) for m in members]
+    is_cut = [not (m.is_packed or leaves[m.leaves[0]].rests_whole) for m in members]
+    has_main = [
+        keeps_main(leaves[m.leaves[0]].dtype, cut) for m, cut in zip(members, is_cut, strict=True)
+    ]
     buckets, ends = list[Bucket](), collections.Counter[str]()
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
         bucket = _bucket(leaves, members[i], num_shards, num_inner_shards, leaf_alignment)
@@ -246,8 +250,8 @@ def make_layout(
             offset=ends["all"],
             moment_offset=ends[kind],
             has_main=has_main[i],
-            is_sharded_param=shards_params and not bucket.is_packed,
-            num_layers=bucket.num_layers if gathers_layers else None,
+            is_sharded_param=shards_params and is_cut[i],
+            num_layers=bucket.num_layers if gathers_layers and is_cut[i] else None,
         )
         buckets.append(bucket)
         ends.update(dict.fromkeys(("all", kind), aligned(bucket.shard_size)))

@@ -181,14 +181,22 @@ def _summed(
 
 
 def norm_and_finite(
-    config: DistributedConfig, layout: Layout, grads: StepGrads, scaling: LossScaleState | None
+    config: DistributedConfig,
+    layout: Layout,
+    grads: StepGrads,
+    scaling: LossScaleState | None,
+    tiles: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """The global norm of the mean gradient, and whether any gradient is non-finite.
 
     Every element counts once: of tensor-parallel devices that hold the same leaf, only the first
-    counts it.
+    counts it. ``tiles``: the sums of all tiles of gradients, in order, if they are known.
     """
     parallel = config.parallel
+    if tiles:
+        return norm_of_squares(
+            config, *multi_tensor.sum_of_tiles(tiles), grads.mean_scale, scaling
+        )
     unscale = None if scaling is None else 1 / scaling.loss_scale
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):

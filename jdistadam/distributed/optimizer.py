@@ -57,6 +57,7 @@ def distributed(
     sharding_strategy: str = "optim",
     outer_sharding_strategy: str = "no_shard",
     reshard_after_forward: bool = True,
+    reshard_after_backward: Callable[[str], bool] | None = None,
     policy: MixedPrecisionPolicy | None = None,
     max_grad_norm: float | None = None,
     loss_scale: float | DynamicLossScale | None = None,
@@ -118,6 +119,12 @@ def distributed(
         micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
         whole gradients over its micro-batches, and reduces them once; devices still hold shards
         between steps. States can be exchanged between the two. See docs/reshard_after_forward.md.
+      reshard_after_backward: Under "optim_grads_params": a function of the path of a leaf, such as
+        ``lambda path: "embed" not in path``. Where it is False, devices hold the whole leaf between
+        steps, and gather it when it has been updated, concurrently with other updates. Choose what
+        the model uses first: gathers of the rest then have time until their parameters are used.
+        With ``reshard_after_forward=False`` this costs no memory at the peak of a step. None: True
+        for every leaf.
       policy: The dtypes in which values are stored and sent. None: float32 gradients and main
         parameters; parameters are sent in their own dtype.
       max_grad_norm: Clips the mean gradient to this global norm, as
@@ -245,6 +252,7 @@ def distributed(
         norms=norms,
         on_host=on_host,
         early_updates=early_updates,
+        reshard_after_backward=reshard_after_backward,
     )
     _check_effects(config)
     specs = _state_specs(config)
@@ -267,6 +275,12 @@ def _check_effects(config: DistributedConfig) -> None:
             "reshard_after_forward: parameters are not sharded under this strategy: "
             f"got False with {strategy}, expected True, or sharding_strategy='optim_grads_params'. "
             "Pass sharding_strategy='optim_grads_params', or leave it out.",
+        ),
+        (
+            config.reshard_after_backward is not None and not parallel.shards_params,
+            "reshard_after_backward: parameters are not sharded under this strategy: "
+            f"got a function with {strategy}, expected None, or "
+            "sharding_strategy='optim_grads_params'. Leave it out.",
         ),
         (
             parallel.outer_strategy == "optim" and not (parallel.replica_axes and shards),

@@ -90,6 +90,9 @@ class Collective:
 Phase = tuple[Collective, ...]
 """Collectives that run in sequence."""
 
+COPIED_BYTES = 128 << 20
+"""Parameters of a kernel call over peer memory: less, and the first copies could start earlier."""
+
 MERGED_BYTES = 256 << 20
 """``train_step`` lets XLA merge collectives up to this many bytes of results.
 

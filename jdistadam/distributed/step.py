@@ -23,11 +23,13 @@ from jdistadam.distributed.flat_arrays import types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
+from jdistadam.distributed.parts_of_gradients import added, norm_scale
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult, check_own_state, find_state
 from jdistadam.distributed.update import ShardUpdate, update_shards
 from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError
+from jdistadam.kernels.parts import Parts
 
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
@@ -86,7 +88,7 @@ def step_local(
     layout = schedule.layout
     check_step(config, layout, state)
     leaves: list[Any] = jax.tree.leaves(params)
-    done, verdict = _step_over_xla(config, schedule, grads, state, leaves)
+    done, verdict = _updated(config, schedule, grads, state, leaves)
     new = leaves_of_buckets(layout, done.gathered)
     if config.policy.param_comm_dtype is not None:
         # Rounding for sending would change params that a skipped step must leave unchanged.
@@ -109,20 +111,35 @@ def step_local(
     )
 
 
-def _step_over_xla(
+def _updated(
     config: DistributedConfig,
     schedule: Schedule,
     grads: Grads,
     state: DistributedState,
     leaves: list[Any],
 ) -> tuple[ShardUpdate, Verdict]:
-    """Reduction, norm, kernels, and gathers by XLA's collectives."""
+    """Reduction, norm, kernels, and gathers."""
+    layout, scaling = schedule.layout, state.scaling
     summed = summed_gradients(config, schedule, grads)
-    norm, found_inf = norm_and_finite(config, schedule.layout, summed, state.scaling)
-    verdict = Verdict.of(config, schedule.layout, state, summed, norm, found_inf)
+    summed, tiles = added(config, schedule, summed, scaling, all_of_them=config.takes_norm_first)
+    is_late = any(isinstance(x, Parts) for x in summed.arrays)
+    norm, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    if not is_late:
+        norm, found_inf = norm_and_finite(config, layout, summed, scaling, tiles)
+    verdict = Verdict.of(config, layout, state, summed, norm, found_inf)
     done = update_shards(
-        config, schedule, verdict.scalars, grads=summed.arrays, state=state, params=leaves
+        config,
+        schedule,
+        verdict.scalars,
+        grads=summed.arrays,
+        state=state,
+        params=leaves,
+        norm_scale=norm_scale(scaling),
     )
+    if is_late:
+        tiles = [x if known is None else known for known, x in zip(tiles, done.tiles, strict=True)]
+        norm, _ = norm_and_finite(config, layout, summed, scaling, tiles)
+        verdict = verdict.with_norm(norm)
     return done, verdict
 
 
@@ -145,7 +162,8 @@ def grad_norm_local(
     """The global norm of the mean gradient, reduced as a step over XLA reduces it."""
     check_inside(config.parallel, "grad_norm")
     summed = summed_gradients(config, schedule, grads)
-    return norm_and_finite(config, schedule.layout, summed, scaling)[0]
+    summed, tiles = added(config, schedule, summed, scaling)
+    return norm_and_finite(config, schedule.layout, summed, scaling, tiles)[0]
 
 
 def leaves_of_buckets(layout: Layout, arrays: Sequence[jax.Array]) -> dict[int, jax.Array]:

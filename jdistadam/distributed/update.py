@@ -12,11 +12,12 @@ from jdistadam.core import collectives
 from jdistadam.core.codecs import FLOAT32, NOTHING
 from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
-from jdistadam.distributed.communication import gather_parameters
+from jdistadam.distributed.communication import gather_in_place, gather_parameters
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import squares_request
+from jdistadam.distributed.parts_of_gradients import is_written_whole, steps_on_parts
 from jdistadam.distributed.schedule import BucketSchedule, Schedule
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.store import Store, Taken
@@ -31,24 +32,27 @@ from jdistadam.kernels.operands import (
     keeping_main_params,
     new_params,
 )
+from jdistadam.kernels.parts import Cut, PartsResults, step_parts
 
 
 class ShardUpdate(NamedTuple):
-    """The results of an update, over either transport.
+    """The results of an update.
 
     Attributes:
       state: The state with new main parameters and moments.
-      shards: New parameters of each bucket, for this device's part of the state; None over peers,
-        where the state has them in float32.
+      shards: New parameters of each bucket, for this device's part of the state; None where they
+        were written into the whole array, and the state has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
-      squares: The buckets of each kernel call over XLA, and sums of squares of their leaves, or
-        None without norms.
+      tiles: Of each bucket whose parts the update added, the tiles of the norm of the sum.
+      squares: The buckets of each kernel call, and sums of squares of their leaves, or None
+        without norms.
     """
 
     state: DistributedState
     shards: Sequence[Any]
     gathered: Sequence[jax.Array]
     squares: Sequence[tuple[Sequence[Bucket], Any]] = ()
+    tiles: Sequence[Any] = ()
 
 
 def update_shards(
@@ -59,6 +63,7 @@ def update_shards(
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
+    norm_scale: Any = None,
 ) -> ShardUpdate:
     """Updates the flat state in place, and gathers new parameters.
 
@@ -68,9 +73,10 @@ def update_shards(
       config: The configuration.
       schedule: The schedule of the params.
       scalars: The scalars of the kernel calls.
-      grads: This device's part of the summed gradient of each bucket.
+      grads: This device's part of the summed gradient of each bucket, or the parts of it.
       state: The state.
       params: Leaves of the params, in the form that this device holds.
+      norm_scale: The factor of sums in the norm of gradients whose parts it adds.
     """
     layout, buckets = schedule.layout, schedule.layout.buckets
     old = [_old_params(config, bucket, params) for bucket in buckets]
@@ -78,7 +84,7 @@ def update_shards(
     store = Store(config, state, calls, grads)
     parts: list[dict[int, jax.Array]] = [{} for _ in buckets]
     shards, gathered = [list[Any]([None] * len(buckets)) for _ in range(2)]
-    squares = []
+    squares, tiles = [], list[Any]([None] * len(buckets))
     for call in calls:
         arrived = store.wait_for([gathered[i] for i in call.waits_for])
         for i, new in zip(call.waits_for, arrived, strict=True):
@@ -86,6 +92,12 @@ def update_shards(
         taken = store.take(call)
         static, rounding = _rounding_of(config, layout, call, state)
         spec, operands = _operands_of(config, call, grads, old, taken, static)
+        if steps_on_parts(config, call.buckets[0]):
+            results = _step_on_parts(config, call, spec, scalars, operands, norm_scale)
+            for i, new, found in zip(call.gathers, results.params, results.tiles, strict=True):
+                tiles[i], gathered[i] = found, _completed(config, schedule.buckets[i], new)
+            store.put(call, results.state)
+            continue
         request = squares_request(config, layout, call.buckets)
         results = adam(spec, scalars, operands.unfused(), rounding, request)
         squares.append((call.buckets, results.squares))
@@ -98,7 +110,34 @@ def update_shards(
         for i in call.gathers:
             shards[i] = packing.joined(buckets[i], parts[i])
             gathered[i] = _gathered(config.parallel, schedule.buckets[i], shards[i])
-    return ShardUpdate(store.state(), shards, gathered, squares)
+    return ShardUpdate(store.state(), shards, gathered, squares, tiles)
+
+
+def _step_on_parts(
+    config: DistributedConfig,
+    call: Call,
+    spec: Spec,
+    scalars: Scalars,
+    operands: Operands,
+    norm_scale: Any,
+) -> PartsResults:
+    """The kernel call of buckets whose gradients are parts that it adds, or their sums."""
+    cuts = [Cut(x.shard_shape, x.cut_dim, config.places) for x in call.buckets]
+    return step_parts(
+        spec,
+        scalars,
+        operands,
+        cuts=cuts,
+        norm_scale=norm_scale,
+        is_whole=is_written_whole(config, call.buckets[0]),
+    )
+
+
+def _completed(config: DistributedConfig, entry: BucketSchedule, new: jax.Array) -> jax.Array:
+    """A bucket's new parameters in the form that devices hold between steps."""
+    if is_written_whole(config, entry.bucket):
+        return gather_in_place(entry.after_update, new, entry.bucket.cut_dim)
+    return _gathered(config.parallel, entry, new)
 
 
 def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]) -> Any:

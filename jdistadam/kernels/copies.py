@@ -20,7 +20,6 @@ from jdistadam.kernels import native
 
 START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
 """The targets of the two calls."""
-SUM = "jdistadam_sum_parts"
 
 LIMIT_SECONDS = 300
 """How long a device waits for the others before it gives up."""
@@ -45,26 +44,6 @@ def exchange(x: jax.Array, *, dim: int, places: tuple[int, ...]) -> jax.Array:
     return _copied(x, target, rows=math.prod(x.shape[:dim]), gathers=False, places=places)
 
 
-def sum_parts(own: jax.Array, received: jax.Array, *, dim: int, places: tuple[int, ...]) -> Any:
-    """Adds what ``exchange`` returned and the device's own part, pairwise in float32.
-
-    Args:
-      own: What was exchanged.
-      received: What came.
-      dim: As in ``exchange``.
-      places: As in ``exchange``.
-    """
-    own, received = collectives.vary_together((own, received))
-    target = native.type_like(received, received.shape[1:], np.dtype(np.float32))
-    (total,) = jax.ffi.ffi_call(SUM, [target])(
-        own,
-        received,
-        devices=np.asarray(places, np.int64),
-        rows=np.asarray([math.prod(own.shape[:dim])], np.int64),
-    )
-    return total
-
-
 def gather(shard: jax.Array, *, dim: int, places: tuple[int, ...], to: str) -> jax.Array:
     """Concatenates every device's shard along ``dim``; the result is equal on all devices.
 
@@ -77,24 +56,49 @@ def gather(shard: jax.Array, *, dim: int, places: tuple[int, ...], to: str) -> j
     return _copied(shard, target, rows=math.prod(shard.shape[:dim]), gathers=True, places=places)
 
 
+def gather_in_place(whole: jax.Array, *, dim: int, places: tuple[int, ...]) -> jax.Array:
+    """Completes an array of which every device has written its part along ``dim``.
+
+    Returns:
+      The array, equal on all devices.
+    """
+    target = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+    rows = math.prod(whole.shape[:dim])
+    return _copied(whole, target, rows=rows, gathers=True, places=places, in_place=True)
+
+
 def _copied(
-    source: jax.Array, target: Any, *, rows: int, gathers: bool, places: tuple[int, ...]
+    source: jax.Array,
+    target: Any,
+    *,
+    rows: int,
+    gathers: bool,
+    places: tuple[int, ...],
+    in_place: bool = False,
 ) -> jax.Array:
     """Starts a copy and waits for it."""
     devices = np.asarray(places, np.int64)
     with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
-        (started,) = jax.ffi.ffi_call(START, [target])(
+        start = jax.ffi.ffi_call(START, [target], input_output_aliases=_aliases(in_place, 1))
+        (started,) = start(
             source,
             devices=devices,
             gathers=np.bool_(gathers),
+            in_place=np.bool_(in_place),
             rows=np.asarray([rows], np.int64),
             site=np.int64(next(_SITES)),
         )
         wait = jax.ffi.ffi_call(WAIT, [target], input_output_aliases={0: 0})
+        sources = () if in_place else (source,)
         (arrived,) = wait(
-            started, source, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS)
+            started, *sources, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS)
         )
     return arrived
+
+
+def _aliases(in_place: bool, count: int) -> dict[int, int]:
+    """Sources that are the targets."""
+    return {i: i for i in range(count)} if in_place else {}
 
 
 def wait_after(eqn: Any, values: list[Any], last: Any) -> list[jax.Array]:
@@ -115,10 +119,13 @@ def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
     attributes = [dict(eqn.params["attributes"]) for eqn in eqns]
     given = {name: getattr(x, "val", x) for name, x in attributes[0].items()}
     rows = np.concatenate([x["rows"].val for x in attributes])
-    call = jax.ffi.ffi_call(START, [eqn.params["result_avals"][0] for eqn in eqns])
+    types = [eqn.params["result_avals"][0] for eqn in eqns]
+    aliases = _aliases(bool(given["in_place"]), len(eqns))
+    call = jax.ffi.ffi_call(START, types, input_output_aliases=aliases)
     return list(call(*values, **given | {"rows": rows}))
 
 
-def kind_of(eqn: Any) -> bool:
-    """Whether a traced start gathers; otherwise it exchanges."""
-    return bool(dict(eqn.params["attributes"])["gathers"])
+def kind_of(eqn: Any) -> tuple[bool, bool]:
+    """Returns whether a traced start gathers; otherwise it exchanges; and whether in place."""
+    attributes = dict(eqn.params["attributes"])
+    return bool(attributes["gathers"]), bool(attributes["in_place"])

@@ -15,12 +15,13 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.calls import average_calls, make_calls
-from jdistadam.distributed.communication import Communication, keeps_only_shards
+from jdistadam.distributed.communication import Communication
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_arrays import STEPPED, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import DIGEST_SIZE
 from jdistadam.distributed.norms import holds_several
+from jdistadam.distributed.parts_of_gradients import is_written_whole, steps_on_parts
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.store import bytes_of_windows
@@ -213,41 +214,33 @@ def _buffers(
     policy, bucket = config.policy, entry.bucket
     # Stacked layers pass one after the other; the sum of gradients holds all of them.
     whole = layout.whole_size(bucket) // (bucket.num_layers or 1)
-    inner = bucket.inner_size
-    sent, reduced = policy.comm_dtype.itemsize, policy.reduced_dtype.itemsize
+    inner, sent = bucket.inner_size, policy.comm_dtype.itemsize
     if bucket.is_packed:
         widest = jnp.promote_types(bucket.dtype, policy.comm_dtype)
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
     if bucket.is_packed or policy.comm_dtype != bucket.dtype:
         yield "gradients as sent", whole * sent
-    if config.communication.is_peer:  # packs nothing else
-        if entry.reduce[0].op == "collective-permute":
-            yield "received contributions", entry.reduce[0].result_elements * sent
-            if keeps_only_shards(config.parallel):
-                yield "own contributions", inner * sent
-        if config.takes_norm_first:
+    itemsize = jnp.dtype(bucket.dtype).itemsize
+    is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
+    if config.places:
+        yield "mailboxes", (whole - inner) * sent
+        if config.takes_norm_first or not steps_on_parts(config, bucket):
             yield "reduced gradients", inner * 4  # their norm is needed before the update
-        if bucket.is_packed:
-            yield "gathered parameters", whole * jnp.dtype(bucket.dtype).itemsize
-        return
-    if entry.reduce[0].op == "all-to-all":
-        yield "received contributions", entry.reduce[0].elements * sent
-    yield "reduced gradients", inner * reduced
-    if entry.reduce[-1].op == "all-gather":  # of the parts of a float32 sum
-        yield "reduced gradients", whole * reduced
-    if entry.reduce_outer:
-        yield "reduced gradients", 2 * inner * reduced
+        if steps_on_parts(config, bucket) and is_written_whole(config, bucket):
+            if bucket.is_packed:
+                yield "gathered parameters", whole * itemsize
+            return
+    else:
+        yield from _reduced(config, entry, whole)
     if config.norms is not None:
         runs = num_runs(bucket.shard_size, holds_several(bucket))
         yield "squares of norms", 4 * len(KINDS) * runs
-    itemsize = jnp.dtype(bucket.dtype).itemsize
     comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
     yield "new shards", bucket.shard_size * itemsize
     if not bucket.has_main or policy.main_params.is_remainder:
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
-    is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
     if bucket.is_packed or is_kept:
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
@@ -255,6 +248,21 @@ def _buffers(
         wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
         if wide != bucket.dtype:
             yield "widened shards", inner * wide.itemsize
+
+
+def _reduced(
+    config: DistributedConfig, entry: BucketSchedule, whole: int
+) -> Iterator[tuple[str, int]]:
+    """What XLA's collectives receive of a gradient."""
+    sent, reduced = config.policy.comm_dtype.itemsize, config.policy.reduced_dtype.itemsize
+    inner = entry.bucket.inner_size
+    if entry.reduce[0].op == "all-to-all":
+        yield "received contributions", entry.reduce[0].elements * sent
+    yield "reduced gradients", inner * reduced
+    if entry.reduce[-1].op == "all-gather":  # of the parts of a float32 sum
+        yield "reduced gradients", whole * reduced
+    if entry.reduce_outer:
+        yield "reduced gradients", 2 * inner * reduced
 
 
 def format_collectives(planned: Sequence[Collective]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jdistadam.kernels import copies
+from jdistadam.kernels import copies, parts
 from jdistadam.kernels.adam import UPDATES
 from jdistadam.training.early_updates import PRODUCTS, contains, inlined, variables
 from jdistadam.training.traced_gradients import evaluate_one, values_of
@@ -34,12 +34,14 @@ def with_overlap(step: Callable[..., Any]) -> Callable[..., Any]:
     def overlapped(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
         leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
-        names = PRODUCTS | UPDATES | {copies.START}
+        names = _ANCHORS | {copies.START}
         traced = jax.make_jaxpr(functools.partial(inlined, traced, names=names))(*leaves)
         return jax.tree.unflatten(treedef, _Evaluation(traced, leaves).results())
 
     return overlapped
 
+
+_ANCHORS = PRODUCTS | UPDATES | {parts.SUM, parts.STEP}
 
 TOGETHER_BYTES = 128 << 20
 """Copies start together, in the order in which they could start, until they are as many bytes."""
@@ -57,7 +59,7 @@ class _Evaluation:
         self._known |= zip(self._jaxpr.invars, args, strict=True)
         self._is_start = [x.params.get("target_name") == copies.START for x in self._eqns]
         self._is_wait = [x.params.get("target_name") == copies.WAIT for x in self._eqns]
-        self._is_anchor = [contains(x, PRODUCTS | UPDATES) for x in self._eqns]
+        self._is_anchor = [contains(x, _ANCHORS) for x in self._eqns]
         self._made_by = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
         self._is_lazy = self._lazy()
         self._is_hoisted = self._hoisted()
@@ -85,6 +87,13 @@ class _Evaluation:
             if not (self._is_lazy[i] or self._is_hoisted[i]):
                 self._run(i)
                 self._run_ready()
+        for i in range(self._end, len(self._eqns)):  # in the order of sums and updates
+            if not self._is_wait[i]:
+                self._run(i)
+                self._run_ready()
+        self._start_together()
+        if self._pending:  # the last waits wait for all starts
+            self._tie([self._last, *self._pending])
         self._demand(self._jaxpr.outvars)
         return values_of(self._jaxpr.outvars, self._known)
 
@@ -164,6 +173,8 @@ class _Evaluation:
         self._done[i] = True
         eqn = self._eqns[i]
         self._demand(eqn.invars)
+        if self._is_anchor[i] and i >= self._end:
+            self._start_together()
         if self._is_anchor[i] and self._pending:
             made = [v for v in variables(eqn.invars) if v in self._made_by][:1]
             self._tie([*made, *self._pending])
@@ -180,7 +191,8 @@ class _Evaluation:
             results = evaluate_one(self._jaxpr, eqn, values)
         self._assign(eqn.outvars, results)
         if self._is_anchor[i]:
-            self._last = eqn.outvars[0]
+            # Larger results may be updated in place.
+            self._last = min(eqn.outvars, key=lambda v: v.aval.size)
 
     def _add(self, i: int) -> None:
         """Lets a start travel with those before it, unless they are many bytes already."""
@@ -193,6 +205,8 @@ class _Evaluation:
             self._start_together()
 
     def _start_together(self) -> None:
+        if not self._together:
+            return
         eqns = [self._eqns[i] for i in self._together]
         self._together = []
         sources = [eqn.invars[0] for eqn in eqns]

@@ -1,0 +1,78 @@
+"""Gradients that arrived as parts: which are added before the update, and which in its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdistadam.core.codecs import FLOAT32
+from jdistadam.core.guards import LossScaleState
+from jdistadam.distributed.accumulate import StepGrads
+from jdistadam.distributed.calls import make_calls
+from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.schedule import Schedule
+from jdistadam.kernels.parts import Parts, sum_parts
+
+
+def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
+    """Whether one kernel adds the parts of a bucket's gradient and steps.
+
+    It has no codecs, rounding or norms of leaves, and needs float32 main parameters.
+    """
+    return (
+        bool(config.places)
+        and bucket.has_main
+        and config.policy.main_params == FLOAT32
+        and not config.algorithm.storage.is_any
+        and config.norms is None
+    )
+
+
+def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
+    """Whether that kernel writes new parameters into the whole array, which is gathered next."""
+    comm = config.policy.param_comm_dtype
+    return not bucket.is_sharded_param and comm in (None, bucket.dtype)
+
+
+def added(
+    config: DistributedConfig,
+    schedule: Schedule,
+    grads: StepGrads,
+    scaling: LossScaleState | None,
+    *,
+    all_of_them: bool = True,
+) -> tuple[StepGrads, Sequence[Any]]:
+    """Adds parts in the order in which they come.
+
+    Args:
+      config: The configuration.
+      schedule: The schedule of the params.
+      grads: Gradients, of which some may be ``Parts``.
+      scaling: The loss scale, by which the norm is divided.
+      all_of_them: Whether also those that the kernel of an update could add.
+
+    Returns:
+      The gradients, and the tiles of the norm of each bucket that was added, None for others; no
+      tiles if there were no parts.
+    """
+    arrays = list(grads.arrays)
+    if not any(isinstance(x, Parts) for x in arrays):
+        return grads, ()
+    tiles: list[jax.Array | None] = [None] * len(arrays)
+    scale = norm_scale(scaling)
+    for call in make_calls(config, schedule, [x.dtype for x in arrays]):
+        if not all_of_them and steps_on_parts(config, call.buckets[0]):
+            continue
+        indices = [piece.bucket_index for piece in call.pieces]
+        sums = sum_parts([arrays[i] for i in indices], scale)
+        for i, total, found in zip(indices, *sums, strict=True):
+            arrays[i], tiles[i] = total, found
+    return grads._replace(arrays=arrays), tiles
+
+
+def norm_scale(scaling: LossScaleState | None) -> Any:
+    """The factor of a summed gradient in the norm; None: 1."""
+    return None if scaling is None else 1 / scaling.loss_scale
