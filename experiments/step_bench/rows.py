@@ -46,8 +46,8 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
 }
 # Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
 # each other "float32sum" uses peer memory, except with "over_xla". "gathered_once" is
-# reshard_after_forward=False; "whole_6" with it leaves the embedding and 6 blocks whole between
-# steps (reshard_after_backward). In an unrolled model "block_by_block" gathers each block where it is
+# reshard_after_forward=False; "whole_6" leaves the embedding and 6 blocks whole between steps
+# (reshard_after_backward). In an unrolled model "block_by_block" gathers each block where it is
 # used, after the activations that enter the previous block; "at_any_time" without that condition.
 # "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
 # "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in

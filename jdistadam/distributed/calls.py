@@ -146,7 +146,9 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     for i in indices:
         entry = schedule.buckets[i]
         added = entry.whole_bytes if are_copied else entry.gathered_bytes
-        if not groups or (added and nbytes + added > (COPIED_BYTES if are_copied else MERGED_BYTES)):
+        if not groups or (
+            added and nbytes + added > (COPIED_BYTES if are_copied else MERGED_BYTES)
+        ):
             groups.append([])
             nbytes = 0
         groups[-1].append(i)

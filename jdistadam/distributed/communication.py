@@ -1,26 +1,23 @@
-"""The transport: XLA's collectives, which run a schedule, or peer memory.
+"""The transport: XLA's collectives, or copies between the memory of devices of one process.
 
-Over peer memory, the update kernel of a device reads the gradients of all other devices in place
-and writes new parameters into their arrays; there are no collectives. The sum of gradients is
-bitwise identical to that of ``grad_reduce_dtype=float32`` over XLA.
+An *exchange* sends the parts of a gradient to the devices that add and update them, a *gather*
+sends new parameters to all. "peer" copies (kernels/copies.py): no kernel runs meanwhile, so that in
+``train_step`` copies run beside the model (training/overlap.py). Each device then adds its parts
+pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
-    devices                       2, 4 or 8 of one process, along one axis of the mesh
-    sharding_strategy             "optim", without replica_axis and tensor axes
+    devices                       of one process, along the only axis of the mesh
+    sharding_strategy             "optim"; "optim_grads_params" with reshard_after_forward=False
     grad_reduce_dtype             float32
-    main_params_dtype             float32
-    param_comm_dtype              None
-    norms                         None
     state_memory                  "device"
     early_updates                 not True
 
 Such steps must be started from one thread: devices wait for each other in every step, so two
-threads whose programs reach two GPUs in different orders would wait until the timeout
-(kernels/multi_tensor.py).
+threads whose programs reach two GPUs in different orders would wait until the timeout.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
-hold; it measures nothing. "peer" raises if a row does not hold.
+hold. "peer" raises if a row does not hold.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
-from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Phase
@@ -46,7 +42,6 @@ from jdistadam.kernels import copies, multi_tensor, native
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
 
 _REQUESTS = ("auto", "xla", "peer")
-_NUM_DEVICES = (2, 4, 8)
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
 
@@ -75,9 +70,7 @@ def choose_communication(
     requested: Any,
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
-    algorithm: Algorithm,
     *,
-    has_norms: bool = False,
     on_host: Collection[str] = (),
     early_updates: bool = False,
 ) -> Communication:
@@ -87,8 +80,6 @@ def choose_communication(
       requested: "auto", "xla" or "peer".
       parallel: The axes and the strategy.
       policy: The dtypes that are stored and sent.
-      algorithm: Its storage has the dtypes of the moments.
-      has_norms: Whether norms are requested.
       on_host: The flat arrays of the state in host memory.
       early_updates: Whether updates run during the backward pass.
 
@@ -115,20 +106,19 @@ def choose_communication(
     if requested == "peer":
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
-            f'got {reasons[0]}, expected "optim" with unsharded parameters, '
-            "float32 sums and main parameters, the state on the device, no norms and no early "
-            "updates, on 2, 4 or 8 devices of one process. "
+            f'got {reasons[0]}, expected "optim", or "optim_grads_params" with '
+            "reshard_after_forward=False, float32 sums, the state on the device and no early "
+            "updates, on several devices of one process. "
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])
 
 
-def _obstacles(
-    parallel: DataParallel, policy: MixedPrecisionPolicy
-) -> Iterator[str]:
+def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator[str]:
     """The rows of the module's table that do not hold."""
-    is_gathered_once = parallel.shards_params and not parallel.reshard_after_forward
-    if not (parallel.strategy == "optim" or is_gathered_once):
+    if parallel.shards_params and parallel.reshard_after_forward:
+        yield "reshard_after_forward=True"
+    if not (parallel.strategy == "optim" or parallel.shards_params):
         yield f"sharding_strategy {parallel.strategy!r}"
     if len(parallel.mesh.axis_names) > 1:
         yield f"a mesh with axes {', '.join(parallel.mesh.axis_names)}"

@@ -194,9 +194,7 @@ def norm_and_finite(
     """
     parallel = config.parallel
     if tiles:
-        return norm_of_squares(
-            config, *multi_tensor.sum_of_tiles(tiles), grads.mean_scale, scaling
-        )
+        return norm_of_squares(config, *multi_tensor.sum_of_tiles(tiles), grads.mean_scale, scaling)
     unscale = None if scaling is None else 1 / scaling.loss_scale
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):

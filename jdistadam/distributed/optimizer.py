@@ -242,8 +242,6 @@ def distributed(
             communication,
             parallel,
             policy,
-            algorithm,
-            has_norms=norms is not None,
             on_host=on_host,
             early_updates=bool(early_updates),
         ),

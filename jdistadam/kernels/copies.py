@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistadam.core import collectives
 from jdistadam.kernels import native
 
 START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
@@ -90,9 +89,7 @@ def _copied(
         )
         wait = jax.ffi.ffi_call(WAIT, [target], input_output_aliases={0: 0})
         sources = () if in_place else (source,)
-        (arrived,) = wait(
-            started, *sources, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS)
-        )
+        (arrived,) = wait(started, *sources, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS))
     return arrived
 
 

@@ -70,7 +70,7 @@ def sum_of_tiles(tiles: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def tiles_type(like: Any, sizes: Iterable[int]) -> Any:
-    """Returns the type of the sums of tiles: bits of a sum of squares, and whether any is non-finite."""
+    """Returns the type of sums of tiles: bits of a sum of squares; whether any is non-finite."""
     tiles = sum(-(-size // reference.NORM_TILE) for size in sizes)
     return native.type_like(like, (tiles, 2), jnp.uint32)
 

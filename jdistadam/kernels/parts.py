@@ -132,7 +132,10 @@ def step_parts(
     given = list(grads) if summed else [*(x.own for x in grads), *(x.received for x in grads)]
     numbers, given, state = collectives.vary_together(((scale, *scalars), given, (main, mu, nu)))
     state = native.unfused(state)
-    shapes, dtype = [cut.whole if is_whole else cut.shape for cut in cuts], jnp.dtype(spec.out_dtype)
+    shapes, dtype = (
+        [cut.whole if is_whole else cut.shape for cut in cuts],
+        jnp.dtype(spec.out_dtype),
+    )
     types = [native.type_like(given[0], shape, dtype) for shape in shapes]
     tiles = _type_of_tiles(given[0], cuts)
     first, count = len(numbers) + len(given), len(cuts)

@@ -32,7 +32,8 @@ class AuditRow:
     """All collectives of a step with one operation, dtype and number of devices.
 
     Attributes:
-      op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute".
+      op: "reduce-scatter", "all-gather", "all-reduce" or "all-to-all"; over peer memory "copied
+        all-gather" or "copied all-to-all". A model may have others.
       dtype: The dtype that is sent.
       devices: The number of devices that take part in each.
       planned: Elements of the results by the plan.
@@ -72,19 +73,6 @@ class AuditRow:
         return "MISSING" if self.found < self.planned else "NOT PLANNED"
 
 
-class PeerCall(NamedTuple):
-    """A custom call over peer memory, and how often it is planned and found in a step."""
-
-    target: str
-    planned: int
-    found: int
-
-    @property
-    def passed(self) -> bool:
-        """Whether the program has it as often as planned."""
-        return self.planned == self.found
-
-
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """The result of ``audit``; prints as a table with a verdict.
@@ -94,22 +82,17 @@ class Audit:
       scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
       num_devices: Size of the mesh.
       program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
-      peer_calls: The custom calls over peer memory that are planned or found.
     """
 
     rows: tuple[AuditRow, ...]
     scalars: int
     num_devices: int
     program: Any = dataclasses.field(repr=False, compare=False)
-    peer_calls: tuple[PeerCall, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether the program sends exactly the planned elements, in the planned dtypes.
-
-        A plan over peer memory requires its custom calls in the program, one over XLA forbids them.
-        """
-        return all(row.passed for row in self.rows) and all(c.passed for c in self.peer_calls)
+        """Whether the program sends exactly the planned elements, in the planned dtypes."""
+        return all(row.passed for row in self.rows)
 
     @property
     def only_widened(self) -> bool:
@@ -117,8 +100,7 @@ class Audit:
 
         Only a program for GPUs then shows whether those are sent as planned.
         """
-        calls = all(call.passed for call in self.peer_calls)
-        return not self.passed and calls and all(row.passed or row.widened for row in self.rows)
+        return not self.passed and all(row.passed or row.widened for row in self.rows)
 
     def __str__(self) -> str:
         """Returns a table with one line per row, and the verdict."""
@@ -136,10 +118,6 @@ class Audit:
                 f"{size:>9.2f} {share:>6}  {r.note}"
             )
             lines.append(line.rstrip())
-        for call in self.peer_calls:
-            note = "" if call.passed else "MISSING" if call.found < call.planned else "NOT PLANNED"
-            counts = f"planned {call.planned}, found {call.found}"
-            lines.append(f"{call.target} over peer memory: {counts}  {note}".rstrip())
         verdict = "as planned" if self.passed else "NOT as planned"
         if self.only_widened:
             verdict = "as planned in operations and elements, NOT CHECKED in dtypes"
@@ -201,8 +179,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
         AuditRow(*key, 0, 0, elements, models.asynchronous[key], of_model=True)
         for key, elements in sorted(models.elements.items())
     ]
-    calls = _peer_calls(config, schedule, text)
-    return Audit(tuple(rows), scalars, mesh.size, program, calls)
+    return Audit(tuple(rows), scalars, mesh.size, program)
 
 
 class _Elements(NamedTuple):
@@ -230,16 +207,6 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
             found.elements[key] += elements * c.times
             found.asynchronous[key] += elements * c.times * c.is_async
     return ours, models, scalars
-
-
-def _peer_calls(config: DistributedConfig, schedule: Schedule, text: str) -> tuple[PeerCall, ...]:
-    """The calls over peer memory; missing if the program used XLA instead."""
-    found = hlo.custom_calls_in(text)
-    is_peer = config.communication.is_peer and bool(schedule.buckets)
-    has_sum = is_peer and config.takes_norm_first
-    planned = {"jdistadam_peer_sum": int(has_sum), "jdistadam_peer_step": int(is_peer)}
-    calls = (PeerCall(target, count, found[target]) for target, count in planned.items())
-    return tuple(call for call in calls if call.planned or call.found)
 
 
 def _is_of_model(c: hlo.CompiledCollective, config: DistributedConfig) -> bool:
@@ -279,10 +246,8 @@ def _planned(step: TrainStep, schedule: Schedule) -> tuple[_Counter, _Counter]:
     optional: _Counter = collections.Counter()
     for c in schedule.collectives:
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
-        if c.devices > 1 and not is_scalar and c.transport == "xla":
-            # Devices send to one another, each on its own.
-            together = 0 if c.op == "collective-permute" else c.devices
-            key = c.op, c.dtype.name, together
+        if c.devices > 1 and not is_scalar:
+            key = hlo.COPIED * bool(c.places) + c.op, c.dtype.name, c.devices
             planned[key] += c.result_elements * c.times
             optional[key] += c.result_elements * c.times * c.is_optional
     parallel, layout = config.parallel, schedule.layout

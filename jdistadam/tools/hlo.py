@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+
+from jdistadam.kernels import copies
 
 # XLA's names of dtypes in HLO, and JAX's.
 DTYPES = {
@@ -25,13 +26,16 @@ DTYPES = {
     "u32": "uint32",
 }
 _OPS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+COPIED = "copied "
+"""What stands before the operation of a collective by copies between devices."""
 
 
 class CompiledCollective(NamedTuple):
     """One collective instruction, which may combine several arrays.
 
     Attributes:
-      op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute".
+      op: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "collective-permute"; over
+        peer memory "copied all-gather" or "copied all-to-all" (kernels/copies.py).
       arrays: XLA's dtype name and the number of elements of each result.
       devices: How many devices take part in it together.
       times: How often it runs, as far as XLA knows the lengths of loops.
@@ -52,6 +56,8 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
     """Yields every collective of a program: ``compiled.as_text()``."""
     times = _times_of_computations(text)
     for name, line in instructions(text):
+        if copies.START in line and (copied := _copied(line)):
+            yield copied._replace(times=times.get(name, 1))
         found = re.search(rf"= (\S.*?) ({_OPS})(-start)?\(", line)
         if not found:
             continue
@@ -60,23 +66,32 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
             # (operands, results), each may be a tuple; older all-reduces name only results.
             # Permutes may also have contexts.
             result = _second_half(result.replace(", u32[]", ""))
-        arrays = tuple(
-            (dtype, math.prod(int(n) for n in dims.split(",") if n))
-            for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", result)
-        )
+        arrays = _arrays(result)
         groups = _groups(line)
         devices = 0 if op == "collective-permute" or not groups else len(groups[0])
         yield CompiledCollective(op, arrays, devices, times.get(name, 1), bool(start), groups)
 
 
-def custom_calls_in(text: str) -> collections.Counter[str]:
-    """Returns how often each custom call of a program runs, by target."""
-    times = _times_of_computations(text)
-    found: collections.Counter[str] = collections.Counter()
-    for name, line in instructions(text):
-        if target := re.search(r' custom-call\(.*\bcustom_call_target="([^"]+)"', line):
-            found[target[1]] += times.get(name, 1)
-    return found
+def _copied(line: str) -> CompiledCollective | None:
+    """The collective that a custom call starts, once; None if the line has no such call."""
+    found = re.search(r"= (\S.*?) custom-call\(", line)
+    places = re.search(r"devices = (?:dense<\[?|array<i64: )([\d, ]+)", line)
+    if not found or not places:
+        return None
+    devices, arrays = len(places[1].split(",")), _arrays(found[1])
+    if "gathers = true" in line:
+        return CompiledCollective(f"{COPIED}all-gather", arrays, devices, 1, True)
+    # A device does not send itself its own part.
+    arrays = tuple((dtype, n // (devices - 1) * devices) for dtype, n in arrays)
+    return CompiledCollective(f"{COPIED}all-to-all", arrays, devices, 1, True)
+
+
+def _arrays(result: str) -> tuple[tuple[str, int], ...]:
+    """XLA's dtype name and the number of elements of each array of a type."""
+    return tuple(
+        (dtype, math.prod(int(n) for n in dims.split(",") if n))
+        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", result)
+    )
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:

@@ -194,4 +194,5 @@ def contains(eqn: Any, names: Collection[str]) -> bool:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns those of some atoms that are no literals."""
     return [v for v in atoms if not isinstance(v, core.Literal)]

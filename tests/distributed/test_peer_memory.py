@@ -1,6 +1,5 @@
 """Steps over peer memory: the bits of float32 sums over XLA, and what is not supported."""
 
-import dataclasses
 import types
 
 import jax
@@ -22,13 +21,24 @@ BF16 = jnp.bfloat16
 LABELS = {"rows": "slow", "columns": "", "prime": "", "small": "own", "scalar": "", "empty": "ice"}
 GROUPS = {"": {}, "slow": dict(lr_scale=0.5), "own": dict(weight_decay=0.7, b1=0.5)}
 GROUPS |= {"ice": dict(frozen=True)}
-SETTINGS = {  # large gradients of the last micro-batch are sent ahead
+BLOCK8 = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+SETTINGS = {
     "plain": {},
     "summed": dict(accumulate_steps=2),
     "clipped": dict(max_grad_norm=1.0),
     "scaled": dict(loss_scale=jda.DynamicLossScale(8.0)),
     "groups": dict(param_labels=LABELS, groups=GROUPS, nesterov=True, bucket_bytes=4096),
     "clipped sums": dict(max_grad_norm=1.0, accumulate_steps=2),
+    "norms": dict(norms="leaves", ema_decay=0.9),
+    "codes": BLOCK8 | dict(main_params_dtype="remainder16"),
+    "rounded to send": dict(param_comm_dtype="bfloat16", max_grad_norm=1.0),
+    "16-bit moments": dict(mu_dtype="bfloat16"),
+}
+ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
+STRATEGIES = {
+    "optim": {},
+    "gathered once": ONCE,
+    "some whole": ONCE | dict(reshard_after_backward=lambda path: "columns" not in path),
 }
 
 
@@ -43,7 +53,8 @@ def loss_fn(params, x):
 
 
 def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
-    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype="float32")
+    given = {k: kwargs.pop(k) for k in ("main_params_dtype", "param_comm_dtype") if k in kwargs}
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=comm, grad_reduce_dtype="float32", **given)
     hyper = HYPER | {k: kwargs.pop(k) for k in ("nesterov",) if k in kwargs}
     tx = distributed_adamw(
         **hyper, mesh=mesh, policy=policy, mask=decays, communication=means, **kwargs
@@ -67,21 +78,38 @@ def mixed(params):
     return {k: BF16 if k in ("rows", "prime", "scalar") else jnp.float32 for k in params}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
-@pytest.mark.parametrize("comm", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("setting", list(SETTINGS))
-@pytest.mark.parametrize("n", [2, 4, 8])
-@often(
-    lambda n, setting, comm, dtype: (
-        (n, setting, comm, dtype) == (4, "clipped sums", "float16", "mixed")
-    )
-)
-def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(cpu_mesh, n, setting, comm, dtype):
-    """Ten steps of two micro-batches: params, state and metrics; padded, cut along any dimension."""
+def supported(setting, comm, dtype):
+    """Whether the options fit: remainders and codes need parameters of 16 bits."""
+    return setting not in ("codes", "rounded to send") or dtype != "float32"
+
+
+CASES = [
+    (n, strategy, setting, comm, dtype)
+    for n in (2, 3, 4, 8)
+    for strategy in STRATEGIES
+    for setting in SETTINGS
+    for comm in ("float32", "bfloat16", "float16")
+    for dtype in ("float32", "bfloat16", "mixed")
+    if supported(setting, comm, dtype)
+]
+OFTEN = {
+    (4, "optim", "clipped sums", "float16", "mixed"),
+    (3, "gathered once", "scaled", "bfloat16", "bfloat16"),
+    (2, "some whole", "groups", "bfloat16", "mixed"),
+    (4, "some whole", "codes", "bfloat16", "bfloat16"),
+    (4, "optim", "norms", "bfloat16", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("n", "strategy", "setting", "comm", "dtype"), CASES)
+@often(lambda n, strategy, setting, comm, dtype: (n, strategy, setting, comm, dtype) in OFTEN)
+def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(
+    cpu_mesh, n, strategy, setting, comm, dtype
+):
+    """Ten steps: params, state and metrics; padded, cut along any dimension."""
     dtype = mixed(random_params()) if dtype == "mixed" else dtype
-    one, two = (
-        trained(cpu_mesh(n), means, comm, dtype, **SETTINGS[setting]) for means in ("xla", "peer")
-    )
+    options = SETTINGS[setting] | STRATEGIES[strategy]
+    one, two = (trained(cpu_mesh(n), means, comm, dtype, **options) for means in ("xla", "peer"))
     assert_trees_same_bits(two[1], one[1])
     assert_trees_same_bits(two[0].params, one[0].params)
     assert_trees_same_bits(two[0].opt_state, one[0].opt_state)
@@ -89,33 +117,12 @@ def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(cpu_mesh, n, settin
         assert int(two[1][-1]["skipped"]) == 2
 
 
-def test_peer_memory_with_16_bit_moments_gives_the_bits_of_xla(cpu_mesh):
-    one, two = (
-        trained(cpu_mesh(4), means, "bfloat16", "bfloat16", steps=3, mu_dtype="bfloat16")
-        for means in ("xla", "peer")
-    )
-    assert_trees_same_bits(two[0], one[0])
-
-
 UNSUPPORTED = [
     (dict(sharding_strategy="optim_grads"), "sharding_strategy 'optim_grads'"),
+    (dict(sharding_strategy="optim_grads_params"), "reshard_after_forward=True"),
     (dict(policy=jda.MixedPrecisionPolicy()), "grad_reduce_dtype None"),
-    (
-        dict(
-            policy=jda.MixedPrecisionPolicy(
-                grad_reduce_dtype="float32", main_params_dtype="remainder16"
-            )
-        ),
-        "main_params_dtype remainder16",
-    ),
-    (
-        dict(
-            policy=jda.MixedPrecisionPolicy(
-                grad_reduce_dtype="float32", param_comm_dtype="bfloat16"
-            )
-        ),
-        "param_comm_dtype bfloat16",
-    ),
+    (dict(state_memory="pinned_host"), "state_memory of main_params, mu, nu"),
+    (dict(early_updates=True), "early_updates"),
 ]
 
 
@@ -135,8 +142,8 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     make = lambda mesh, **kwargs: distributed_adamw(  # noqa: E731
         1e-3, mesh=mesh, policy=policy, **kwargs
     )
-    with pytest.raises(jda.PolicyError, match="got 3 devices"):
-        make(cpu_mesh(3), communication="peer")
+    with pytest.raises(jda.PolicyError, match="got 1 device"):
+        make(cpu_mesh(1), communication="peer")
     mesh = jax.make_mesh((4, 2), ("data", "replica"))
     with pytest.raises(jda.PolicyError, match="got a mesh with axes data, replica"):
         make(mesh, replica_axis="replica", communication="peer")
@@ -148,34 +155,32 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     assert make(cpu_mesh(2)).config.communication.why_not_peer == "platform cpu"
 
 
-def test_plan_and_audit_know_the_transport(cpu_mesh):
-    """Large gradients are sent ahead one by one; no other collective is planned, or there."""
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_plan_and_audit_know_the_transport(cpu_mesh, strategy):
+    """Every gradient is exchanged by copies, every parameter is gathered by copies, once."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    tx = distributed_adamw(1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer")
-    planned = jda.plan(random_params(), tx)
-    ahead = {
-        (c.op, path) for c in planned.collectives if c.transport != "peer" for path in c.leaves
-    }
-    assert ahead == {("collective-permute", f"params['{name}']") for name in ("rows", "columns")}
-    assert jda.plan(random_params(), tx, accumulate_steps=2).collectives == planned.collectives
-    assert planned.bytes_sent > 0
-    state = jda.TrainState.create(random_params(), tx)
+    tx = distributed_adamw(
+        1e-3, mesh=cpu_mesh(4), policy=policy, communication="peer", **STRATEGIES[strategy]
+    )
+    params = random_params()
+    planned = jda.plan(params, tx)
+    assert {c.op for c in planned.collectives} == {"all-to-all", "all-gather"}
+    assert {c.transport for c in planned.collectives} == {"peer"}
+    assert str(planned).endswith("\ncommunication: peer")
+    state = jda.TrainState.create(params, tx)
     for micro in (2, 1):
         step = jda.train_step(loss_fn, tx, accumulate_steps=micro)
         found = jda.audit(step, state, np.ones((8, 3), np.float32))
         assert found.passed, found
-    (row,) = found.rows
-    size = sum(random_params()[name].size for name in ("rows", "columns")) // 4 * 3
-    assert (row.op, row.planned, row.found) == ("collective-permute", size, size)
-    assert str(planned).endswith("\ncommunication: peer")
-    assert [tuple(call) for call in found.peer_calls] == [("jdistadam_peer_step", 1, 1)]
-    tx = distributed_adamw(1e-3, mesh=cpu_mesh(4))
-    over_xla = str(jda.plan(random_params(), tx))
+    size = sum(c.elements for c in planned.collectives if c.op == "all-gather")
+    rows = [(row.op, row.planned, row.found) for row in found.rows]
+    assert rows == [(f"copied {op}", size, size) for op in ("all-gather", "all-to-all")]
+    over_xla = str(jda.plan(params, distributed_adamw(1e-3, mesh=cpu_mesh(4))))
     assert over_xla.endswith("\ncommunication: xla (grad_reduce_dtype None)")
     assert "transport" not in over_xla
 
 
-def test_a_program_that_fell_back_fails_the_audit(cpu_mesh, monkeypatch):
+def test_a_program_that_fell_back_fails_the_audit(cpu_mesh):
     """It was planned over peer memory and went over XLA; and the other way round."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
 
@@ -186,15 +191,18 @@ def test_a_program_that_fell_back_fails_the_audit(cpu_mesh, monkeypatch):
         return jda.train_step(loss_fn, tx), jda.TrainState.create(random_params(), tx)
 
     batch = np.ones((8, 3), np.float32)
-    for planned, run, word in (("peer", "xla", "MISSING"), ("xla", "peer", "NOT PLANNED")):
+    for planned, run in (("peer", "xla"), ("xla", "peer")):
         (step, state), (other, _) = made(planned), made(run)
         step.lower = other.lower
         found = jda.audit(step, state, batch)
-        names = [call.target for call in found.peer_calls if not call.passed]
-        assert names == ["jdistadam_peer_sum", "jdistadam_peer_step"]
+        notes = {row.op: row.note for row in found.rows}
+        words = ("MISSING", "NOT PLANNED")[:: 1 if planned == "peer" else -1]
+        assert notes == {
+            f"{copied}{op}": word
+            for copied, word in zip(("copied ", ""), words, strict=True)
+            for op in ("all-gather", "all-to-all")
+        }
         assert not found.passed and not found.only_widened
-        assert not dataclasses.replace(found, rows=()).passed  # by the calls alone
-        assert f"{names[0]} over peer memory: planned" in str(found) and word in str(found)
 
 
 class Gpu:
@@ -223,9 +231,11 @@ def gpus(monkeypatch):
 def chosen(means, devices):
     """What a mesh of these devices gets."""
     mesh = types.SimpleNamespace(devices=np.asarray(devices), axis_names=("data",))
-    parallel = types.SimpleNamespace(strategy="optim", mesh=mesh, num_devices=len(devices))
+    parallel = types.SimpleNamespace(
+        strategy="optim", mesh=mesh, num_devices=len(devices), shards_params=False
+    )
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    return choose_communication(means, parallel, policy, jda.fused_adamw(1e-3).algorithm)
+    return choose_communication(means, parallel, policy)
 
 
 def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
@@ -315,8 +325,7 @@ def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_peer_memory_on_gpus_gives_the_bits_of_float32_sums_over_xla(setting):
     gpus = jax.devices("gpu")
-    n = max(n for n in (2, 4, 8) if n <= len(gpus))
-    mesh = jax.make_mesh((n,), ("data",), devices=gpus[:n])
+    mesh = jax.make_mesh((len(gpus),), ("data",), devices=gpus)
     for comm, dtype in (("bfloat16", "bfloat16"), ("float32", "mixed")):
         dtype = mixed(random_params()) if dtype == "mixed" else dtype
         one, two = (
@@ -326,8 +335,22 @@ def test_peer_memory_on_gpus_gives_the_bits_of_float32_sums_over_xla(setting):
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["gathered once", "some whole"])
+def test_every_strategy_on_gpus_gives_the_same_bits(strategy):
+    """XLA compiles the loss of a gathered parameter alike under both transports here."""
+    gpus = jax.devices("gpu")
+    mesh = jax.make_mesh((len(gpus),), ("data",), devices=gpus)
+    options = STRATEGIES[strategy] | dict(max_grad_norm=1.0)
+    one, two = (
+        trained(mesh, means, "bfloat16", "bfloat16", **options) for means in ("xla", "peer")
+    )
+    assert_trees_same_bits(two, one)
+
+
+@pytest.mark.multigpu
 def test_ten_thousand_steps_on_gpus():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("gpu")[:2])
+    gpus = jax.devices("gpu")
+    mesh = jax.make_mesh((len(gpus),), ("data",), devices=gpus)
     one, two = (
         trained(mesh, means, "bfloat16", "bfloat16", steps=10_000) for means in ("xla", "peer")
     )
