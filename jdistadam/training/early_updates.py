@@ -162,9 +162,9 @@ def _last_uses(jaxpr: Any, num_ordered: int) -> dict[int, list[Any]]:
         used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
         if i >= num_ordered or not used:
             continue
-        variables = [None if isinstance(v, core.Literal) else v for v in eqn.invars]
-        arguments = [argument_of.get(v) for v in variables]
-        sources = {x for v, x in zip(variables, arguments, strict=True) if v}
+        operands = [None if isinstance(v, core.Literal) else v for v in eqn.invars]
+        arguments = [argument_of.get(v) for v in operands]
+        sources = {x for v, x in zip(operands, arguments, strict=True) if v}
         if eqn.primitive.name == "optimization_barrier":
             argument_of |= {v: x for v, x in zip(eqn.outvars, arguments, strict=True) if x}
         elif len(sources) == 1 and None not in sources and not contains(eqn, PRODUCTS):
