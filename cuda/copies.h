@@ -34,6 +34,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -202,6 +203,7 @@ class CopyBoard {
       *why = failed->second;
       return nullptr;
     }
+    is_used_ = true;
     const Key key{who.run, who.site, Visit(who)};
     JobPointer& open = gathering_[key];
     if (!open) open = std::make_shared<Job>(who, is_gather);
@@ -263,8 +265,13 @@ class CopyBoard {
     return Take(who.me, [&](int64_t run, const Job&) { return runs.count(run) > 0; });
   }
 
-  // Python ends: nothing starts from here on, and nobody waits for a device.
+  // Python ends: nothing starts from here on, and nobody waits for a device. Executions that are
+  // under way, and go on, may end before.
   void Stop() {
+    for (int i = 0, idle = 0; is_used_ && i < 500 && idle < 5; ++i) {  // 5 s at most
+      idle = IsIdle() ? idle + 1 : 0;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     is_stopped_ = true;
     while (!gathering_.empty()) FailLocked(gathering_.begin()->first.run, kStopped);
@@ -279,6 +286,14 @@ class CopyBoard {
   };
   static constexpr size_t kMaxRuns = 64;  // more than any backend keeps in flight
   static constexpr const char* kStopped = "Python has ended, or is about to";
+
+  // Whether nobody waits; those that abandoned their copies do not.
+  bool IsIdle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : started_)
+      if (failures_.count(std::get<1>(entry.first)) == 0) return false;
+    return gathering_.empty();
+  }
 
   // Takes the entries of a device that are asked for. Returns their jobs that all have started.
   template <typename IsIt>
@@ -320,6 +335,7 @@ class CopyBoard {
   const pid_t pid_ = getpid();
   std::mutex mutex_;
   bool is_stopped_ = false;
+  std::atomic<bool> is_used_{false};
   std::map<Key, JobPointer> gathering_;  // not all devices have come
   std::map<std::tuple<int, int64_t, const char*>, JobPointer> started_;  // by place, run and target
   std::map<int64_t, std::string> failures_;                              // by execution
