@@ -130,9 +130,7 @@ def keeps_only_shards(parallel: DataParallel) -> bool:
     return parallel.num_devices > 2
 
 
-def _obstacles(
-    parallel: DataParallel, policy: MixedPrecisionPolicy
-) -> Iterator[str]:
+def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator[str]:
     """The rows of the module's table that do not hold."""
     is_gathered_once = parallel.shards_params and not parallel.reshard_after_forward
     if not (parallel.strategy == "optim" or is_gathered_once):

@@ -115,9 +115,7 @@ def _peers() -> dict[str, Any]:
         return {"reached": {}, "why_not": "no CUDA kernels"}
     reaches, numbers = native.reachable_peers(), [local_number(d) for d in gpus]
     reached = {str(a): [b for b in numbers if b != a and reaches(a, b)] for a in numbers}
-    speeds = {
-        f"{a} to {b}": native.link_speed(int(a), b) for a in reached for b in reached[a]
-    }
+    speeds = {f"{a} to {b}": native.link_speed(int(a), b) for a in reached for b in reached[a]}
     return {"reached": reached, "why_not": why_gpus_are_apart(gpus), "gb_per_s": speeds}
 
 

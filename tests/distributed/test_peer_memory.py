@@ -232,12 +232,14 @@ def chosen(means, devices):
 
 
 def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
+    from jdistadam.distributed import communication
+
     assert str(chosen("auto", gpus[:2])) == str(chosen("peer", gpus[:2])) == "peer"
     why = "GPU 2 cannot reach the memory of GPU 3"
     assert str(chosen("auto", gpus)) == f"xla ({why})"
     with pytest.raises(jda.PolicyError, match=why):
         chosen("peer", gpus)
-    monkeypatch.setattr(native, "link_speed", lambda a, b: 25.4 if a else 340.2)
+    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: 25.4 if a else 340.2)
     assert chosen("auto", gpus[:2]).why_not_peer == "25 GB/s from GPU 1 to 0, less than 60"
     assert chosen("peer", gpus[:2]).is_peer
     elsewhere = [Gpu(8), Gpu(9)]
