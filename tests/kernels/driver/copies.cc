@@ -77,23 +77,23 @@ bool Wait(Board* board, const CopyVisitor& who, Memory* memory, std::string* why
   return job != nullptr && why->empty();
 }
 
-// Executions take turns on a device; each visits a site many times.
+// Executions take turns on a device; each visits a site many times, twice before it waits.
 void TestExecutions() {
   Board board;
   const int n = 4;
   OnDevices(n, [&](int me) {
-    std::vector<Memory> memory(2, Memory(n));
-    for (char i = 0; i < 50; ++i) {
+    std::vector<Memory> all(4, Memory(n));  // of two executions, each with two visits
+    for (int i = 0; i < 50; ++i) {
       std::string why;
-      for (int run : {0, 1}) {
-        std::memset(memory[run].source.data(), 8 * (i % 7) + 4 * run + me, memory[run].source.size());
-        Expect(Start(&board, {run, 7, n, me}, &memory[run], &why) != nullptr, "a start failed");
+      const auto tag = [i](int k, int place) { return char(16 * (i % 7) + 4 * k + place); };
+      for (int k = 0; k < 4; ++k) {
+        std::memset(all[k].source.data(), tag(k, me), all[k].source.size());
+        Expect(Start(&board, {k % 2, 7, n, me}, &all[k], &why) != nullptr, "a start failed");
       }
-      for (int run : {0, 1}) {
-        Expect(Wait(&board, {run, 7, n, me}, &memory[run], &why), "a wait failed: " + why);
-        for (int k = 0; k < n - 1; ++k)
-          Expect(memory[run].target[k << 10] == 8 * (i % 7) + 4 * run + (k < me ? k : k + 1),
-                 "not the part of this visit");
+      for (int k = 0; k < 4; ++k) {
+        Expect(Wait(&board, {k % 2, 7, n, me}, &all[k], &why), "a wait failed: " + why);
+        for (int p = 0; p < n - 1; ++p)
+          Expect(all[k].target[p << 10] == tag(k, p < me ? p : p + 1), "not the part of this visit");
       }
     }
   });
