@@ -323,7 +323,7 @@ def run_alone(text, platform="cpu", number=4):
         [sys.executable, "-W", "ignore", "-c", constants + MAKE + textwrap.dedent(text)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
