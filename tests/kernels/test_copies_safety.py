@@ -218,9 +218,9 @@ def test_programs_of_two_threads_do_not_meet(mesh):
     def run(i):
         x = draw(mesh, seed=i)
         want = [np.asarray(x).reshape(-1, 7), (np.asarray(x) + np.float32(i)).reshape(-1, 7)]
-        for _ in range(20):
-            for program, whole in zip((shared, own[i]), want, strict=True):
-                wrong.extend(y for y in np.asarray(program(x)) if not np.array_equal(y, whole))
+        for program, whole in zip((shared, own[i]) * 5, want * 5, strict=True):
+            for out in [program(x) for _ in range(8)]:  # in flight together
+                wrong.extend(y for y in np.asarray(out) if not np.array_equal(y, whole))
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     if mesh.devices.flat[0].platform == "gpu":
