@@ -210,9 +210,14 @@ def test_a_wait_takes_the_sources_so_that_they_live_until_then(mesh, make):
 
 
 def test_programs_of_two_threads_do_not_meet(mesh):
-    """Each has its own values; one program that both run, and one each."""
-    shared = on_each(lambda x: gathered(mesh)(x), mesh)
-    own = [on_each(lambda x, i=i: gathered(mesh)(x + i), mesh) for i in range(2)]
+    """Each has its own values; one program that both run, and one each; a device is late."""
+
+    def late(x):
+        busy = lambda x: lax.fori_loop(0, 500, lambda i, y: jnp.sin(y), x).reshape(-1)[0]  # noqa: E731
+        return jnp.where(jnp.isnan(at_the_last_place(mesh.size, busy, x)), 0, x)
+
+    shared = on_each(lambda x: gathered(mesh)(late(x)), mesh)
+    own = [on_each(lambda x, i=i: gathered(mesh)(late(x) + i), mesh) for i in range(2)]
     wrong = []
 
     def run(i):
@@ -337,24 +342,30 @@ PLATFORMS = pytest.mark.parametrize(
 
 @PLATFORMS
 def test_a_forked_process_is_refused(platform, number):
-    """A program of one device, because XLA itself has no threads there for several."""
+    """A program of one device, because XLA itself has no threads there for several.
+
+    CUDA itself works in no forked process: no copy is made there, whoever refuses it.
+    """
     out, _ = run_alone(
         """
+        import signal
         step, x = made(gather, (0,), jax.sharding.Mesh(np.asarray(devices[:1]), ("d",)))
         jax.block_until_ready(step(x))
         if (pid := os.fork()) == 0:
+            signal.alarm(30)
             try:
                 print("made", step(x).block_until_ready(), flush=True)
             except Exception as error:
                 print("refused:", error, flush=True)
             os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
+        os.waitpid(pid, 0)
         print("still", step(x).block_until_ready().shape)
         """,
         platform,
         number,
     )
-    assert "refused:" in out and "forked" in out and "still (64, 7)" in out, out
+    assert "still (64, 7)" in out and "made" not in out, out
+    assert platform == "gpu" or ("refused:" in out and "forked" in out), out
 
 
 @PLATFORMS
