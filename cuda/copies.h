@@ -17,8 +17,9 @@
 // If a device cannot go on, its execution has failed on all devices. A device *leaves* it: copies
 // that not all devices have started will never be made, and the device returns its error, after
 // which its arrays are released, only when those that all have started are done, on all devices. If
-// another call of the program fails between start and wait, XLA tells nobody. Such copies are
-// *abandoned*: a later start that gets their memory waits until they are done.
+// another call of the program fails between start and wait, XLA tells nobody: the others miss the
+// device at their next copies. (XLA for GPUs gives them 10 s, and ends the process.) Such copies
+// are *abandoned*: a later start that gets their memory waits until they are done.
 #pragma once
 
 #include <unistd.h>
@@ -92,8 +93,9 @@ class CopyJob {
       char* target = posts[to].arrays[i].target;
       if (part == 0 || (!is_gather && from == to)) continue;
       const size_t place = from < to ? from : from - 1;
-      send(is_gather ? CopyPiece{a.source, target + from * run, a.rows, run, run, whole}
-                     : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
+      send(is_gather
+               ? CopyPiece{a.source, target + from * run, a.rows, run, run, whole}
+               : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
     }
   }
 
@@ -134,9 +136,12 @@ class CopyJob {
     const bool came = changed_.wait_for(
         lock, limit, [&] { return !why_.empty() || num_settled_ == count(); });
     if (!came) {
-      why_ = "devices did not come within " + std::to_string(limit.count()) + " s: places";
+      std::string places;
       for (int i = 0; i < count(); ++i)
-        if (!has_posted[i]) why_ += " " + std::to_string(i);
+        if (!has_posted[i]) places += " " + std::to_string(i);
+      const std::string within = "within " + std::to_string(limit.count()) + " s";
+      why_ = places.empty() ? "copies were not enqueued " + within
+                            : "devices did not come " + within + ": places" + places;
       changed_.notify_all();
     }
     return why_;
@@ -194,7 +199,8 @@ class CopyBoard {
   // held by a thread that the child lacks, so it calls nothing else here.
   bool IsForked() const { return getpid() != pid_; }
 
-  // Posts the arrays of a device. `*is_last`: all have come. Null with `*why` if the execution failed.
+  // Posts the arrays of a device. `*is_last`: all have come. Null with `*why` if the execution
+  // failed.
   JobPointer Start(const CopyVisitor& who, bool is_gather, typename Job::Post post, bool* is_last,
                    std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);

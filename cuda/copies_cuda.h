@@ -96,9 +96,9 @@ inline CudaCopies& CudaBoard() {
 inline void EndUnlessDone(cudaError_t error, int place) {
   if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
   std::fprintf(stderr,
-               "jdistadam: the GPU at place %d along the axis of the mesh cannot finish its copies, "
-               "which may still write memory: %s. The process ends. Start it again and restore a "
-               "checkpoint.\n",
+               "jdistadam: the GPU at place %d along the axis of the mesh cannot finish its "
+               "copies, which may still write memory: %s. The process ends. Start it again and "
+               "restore a checkpoint.\n",
                place, cudaGetErrorString(error));
   std::fflush(stderr);
   std::abort();

@@ -325,7 +325,7 @@ def run_alone(text, platform="cpu", number=4):
     """Runs a program in a process of its own. Returns what it printed."""
     constants = f"PLATFORM, NUMBER = {platform!r}, {number}\n"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", constants + MAKE + textwrap.dedent(text)],
+        [sys.executable, "-P", "-W", "ignore", "-c", constants + MAKE + textwrap.dedent(text)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -383,8 +383,13 @@ def test_a_process_ends_in_the_middle_of_copies(platform, number):
             several = lambda x: gather(x, dim=dim, places=places)[: x.shape[0]]
             return lax.cond(lax.axis_index("d") == len(places) - 1, alone, several, x)
 
+        if PLATFORM == "gpu":  # a call returns when all devices have done what the host does
+            copies.LIMIT_SECONDS = 2
         step, x = made(never)
-        out = step(x)
+        try:
+            out = step(x)
+        except Exception:
+            assert PLATFORM == "gpu"
         print("end")
         """,
         platform,
@@ -421,7 +426,7 @@ def test_no_copy_starts_after_the_end(platform, number):
         assert not any(name.startswith("jda copies") for name in names())
         try:
             jax.block_until_ready(step(x))
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
             print(error)
         """,
         platform,

@@ -93,7 +93,7 @@ void TestExecutions() {
       for (int k = 0; k < 4; ++k) {
         Expect(Wait(&board, {k % 2, 7, n, me}, &all[k], &why), "a wait failed: " + why);
         for (int p = 0; p < n - 1; ++p)
-          Expect(all[k].target[p << 10] == tag(k, p < me ? p : p + 1), "not the part of this visit");
+          Expect(all[k].target[p << 10] == tag(k, p < me ? p : p + 1), "not this visit's part");
       }
     }
   });
