@@ -12,10 +12,20 @@
 //
 // Which starts meet is known from the execution (equal on all devices, different for each one), the
 // call site in the program, and the number of the execution's visit to that site on the device. A
-// wait knows its start by the address of its first target.
+// wait knows its start by the execution and the address of its first target.
+//
+// If a device cannot go on, its execution has failed on all devices. A device *leaves* it: copies
+// that not all devices have started will never be made, and the device returns its error, after
+// which its arrays are released, only when those that all have started are done, on all devices. If
+// another call of the program fails between start and wait, XLA tells nobody: the others miss the
+// device at their next copies. (XLA for GPUs gives them 10 s, and ends the process.) Such copies
+// are *abandoned*: a later start that gets their memory waits until they are done.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -23,7 +33,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -46,6 +58,18 @@ struct CopyPiece {
   size_t rows, run, from_pitch, to_pitch;
 };
 
+// Who starts copies: device `me` of `count`, in an execution, at a call site.
+struct CopyVisitor {
+  int64_t run, site;
+  int count, me;
+};
+
+// What a device says when it cannot go on.
+inline std::string FailureOf(int me, const std::string& why) {
+  return (me < 0 ? "a device that was not asked" : "the device at place " + std::to_string(me)) +
+         " failed: " + why;
+}
+
 // The copies of one visit to one start, on all devices.
 template <typename Extra>
 class CopyJob {
@@ -55,7 +79,8 @@ class CopyJob {
     Extra extra;
   };
 
-  CopyJob(int count, bool is_gather) : posts(count), is_gather_(is_gather) {}
+  CopyJob(const CopyVisitor& who, bool is_gather)
+      : run(who.run), site(who.site), is_gather(is_gather), posts(who.count) {}
 
   int count() const { return int(posts.size()); }
 
@@ -66,19 +91,33 @@ class CopyJob {
       const CopyArray& a = posts[from].arrays[i];
       const size_t run = a.run, part = a.rows * run, whole = run * size_t(count());
       char* target = posts[to].arrays[i].target;
-      const bool is_there = !is_gather_ || a.source == a.target + from * run;
+      const bool is_there = !is_gather || a.source == a.target + from * run;
       if (part == 0 || (from == to && is_there)) continue;
       const size_t place = from < to ? from : from - 1;
-      send(is_gather_ ? CopyPiece{a.source, target + from * run, a.rows, run, a.pitch, whole}
+      send(is_gather ? CopyPiece{a.source, target + from * run, a.rows, run, a.pitch, whole}
                       : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
     }
   }
 
-  // A device has enqueued all copies that it sends.
-  void HasIssued() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (++num_issued_ == count()) changed_.notify_all();
+  // Whether a device's arrays here and others of its own share memory that is the target of one.
+  bool Overlaps(int me, const std::vector<CopyArray>& others, bool others_gather) const {
+    for (const CopyArray& mine : posts[me].arrays) {
+      const Range source = SourceOf(mine, is_gather), target = TargetOf(mine, is_gather);
+      for (const CopyArray& other : others) {
+        const Range its_target = TargetOf(other, others_gather);
+        if (Meet(target, its_target) || Meet(source, its_target) ||
+            Meet(target, SourceOf(other, others_gather)))
+          return true;
+      }
+    }
+    return false;
   }
+
+  // A device has enqueued all copies that it sends.
+  void HasIssued() { Settle(""); }
+
+  // A device could not, and what it had enqueued is done.
+  void HasGivenUp(const std::string& why) { Settle(why); }
 
   void Fail(const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -88,40 +127,64 @@ class CopyJob {
 
   bool IsIssued() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return why_.empty() && num_issued_ == count();
+    return why_.empty() && num_settled_ == count();
   }
 
   // Waits until all devices have enqueued their copies. Returns why they have not; "" if they have.
   std::string WaitUntilIssued(std::chrono::seconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
     const bool came = changed_.wait_for(
-        lock, limit, [&] { return !why_.empty() || num_issued_ == count(); });
+        lock, limit, [&] { return !why_.empty() || num_settled_ == count(); });
     if (!came) {
-      why_ = "devices did not come within " + std::to_string(limit.count()) + " s: places";
+      std::string places;
       for (int i = 0; i < count(); ++i)
-        if (!has_posted[i]) why_ += " " + std::to_string(i);
+        if (!has_posted[i]) places += " " + std::to_string(i);
+      const std::string within = "within " + std::to_string(limit.count()) + " s";
+      why_ = places.empty() ? "copies were not enqueued " + within
+                            : "devices did not come " + within + ": places" + places;
       changed_.notify_all();
     }
     return why_;
   }
 
-  std::vector<Post> posts;           // by place; guarded by the board until all have come
-  bool has_posted[kMaxCopyDevices] = {};
+  // Waits until each device has enqueued its copies or has given up. All have started them.
+  void WaitUntilSettled() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return num_settled_ == count(); });
+  }
+
+  const int64_t run, site;
+  const bool is_gather;
+  std::vector<Post> posts;  // by place; guarded by the board until all have come
+  std::atomic<bool> has_posted[kMaxCopyDevices] = {};
   bool has_waited[kMaxCopyDevices] = {};  // each is of one device alone
-  int num_posted = 0;
+  int num_posted = 0;                     // guarded by the board
 
  private:
-  const bool is_gather_;
+  using Range = std::pair<const char*, size_t>;  // its start and its bytes
+
+  Range SourceOf(const CopyArray& a, bool gathers) const {
+    return {a.source, a.rows * a.run * (gathers ? 1 : count())};
+  }
+  Range TargetOf(const CopyArray& a, bool gathers) const {
+    return {a.target, a.rows * a.run * (gathers ? count() : count() - 1)};
+  }
+  static bool Meet(const Range& a, const Range& b) {
+    return a.second > 0 && b.second > 0 && a.first < b.first + b.second &&
+           b.first < a.first + a.second;
+  }
+
+  void Settle(const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (why_.empty()) why_ = why;
+    ++num_settled_;
+    changed_.notify_all();
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
-  int num_issued_ = 0;
+  int num_settled_ = 0;
   std::string why_;
-};
-
-// Who starts copies: device `me` of `count`, in an execution, at a call site.
-struct CopyVisitor {
-  int64_t run, site;
-  int count, me;
 };
 
 // All jobs that are not finished.
@@ -130,20 +193,28 @@ class CopyBoard {
  public:
   using Job = CopyJob<Extra>;
   using JobPointer = std::shared_ptr<Job>;
+  using Jobs = std::vector<JobPointer>;
 
-  // Posts the arrays of a device. `*is_last`: all have come. Null with `*why` if the execution failed.
+  // A child that fork() made has neither the threads nor the devices of its parent. Its lock may be
+  // held by a thread that the child lacks, so it calls nothing else here.
+  bool IsForked() const { return getpid() != pid_; }
+
+  // Posts the arrays of a device. `*is_last`: all have come. Null with `*why` if the execution
+  // failed.
   JobPointer Start(const CopyVisitor& who, bool is_gather, typename Job::Post post, bool* is_last,
                    std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_stopped_) FailLocked(who.run, kStopped);
     if (const auto failed = failures_.find(who.run); failed != failures_.end()) {
       *why = failed->second;
       return nullptr;
     }
+    is_used_ = true;
     const Key key{who.run, who.site, Visit(who)};
     JobPointer& open = gathering_[key];
-    if (!open) open = std::make_shared<Job>(who.count, is_gather);
+    if (!open) open = std::make_shared<Job>(who, is_gather);
     const JobPointer job = open;
-    for (const CopyArray& array : post.arrays) started_[{who.me, array.target}] = job;
+    for (const CopyArray& array : post.arrays) started_[{who.me, who.run, array.target}] = job;
     job->posts[who.me] = std::move(post);
     job->has_posted[who.me] = true;
     *is_last = ++job->num_posted == who.count;
@@ -151,11 +222,18 @@ class CopyBoard {
     return job;
   }
 
-  // The job that a device started with this target; null if there is none.
-  JobPointer Finish(int me, const char* target) {
+  // The job that a device started with this target. Null with `*why` if the execution failed.
+  JobPointer Finish(const CopyVisitor& who, const char* target, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = started_.find({me, target});
-    if (found == started_.end()) return nullptr;
+    if (const auto failed = failures_.find(who.run); failed != failures_.end()) {
+      *why = failed->second;
+      return nullptr;
+    }
+    const auto found = started_.find({who.me, who.run, target});
+    if (found == started_.end()) {
+      *why = FailureOf(who.me, "a wait for copies that were not started, or whose target moved");
+      return nullptr;
+    }
     const JobPointer job = found->second;
     started_.erase(found);
     return job;
@@ -164,16 +242,45 @@ class CopyBoard {
   // A device cannot go on: nobody waits for it in this execution.
   void Fail(int64_t run, const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (failures_.size() >= kMaxRuns) failures_.erase(failures_.begin());
-    failures_.insert({run, why});
-    for (auto it = gathering_.begin(); it != gathering_.end();) {
-      if (it->first.run != run) {
-        ++it;
-        continue;
-      }
-      it->second->Fail(why);
-      it = gathering_.erase(it);
+    FailLocked(run, why);
+  }
+
+  // A device leaves its execution, which failed. Returns those of its jobs that all have started,
+  // `waiting` too if it is one. `*why` becomes the first reason.
+  Jobs Leave(const CopyVisitor& who, const JobPointer& waiting, std::string* why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    FailLocked(who.run, *why);
+    *why = failures_[who.run];
+    Jobs jobs = Take(who.me, [&](int64_t run, const Job&) { return run == who.run; });
+    if (waiting != nullptr && waiting->num_posted == waiting->count()) jobs.push_back(waiting);
+    return jobs;
+  }
+
+  // The jobs that a device abandoned and all have started: their memory is that of new arrays, so
+  // that their executions have ended on this device. Those that not all have started never will.
+  Jobs TakeAbandoned(const CopyVisitor& who, const std::vector<CopyArray>& arrays, bool is_gather) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::set<int64_t> runs;
+    for (auto it = started_.lower_bound({who.me, INT64_MIN, nullptr});
+         it != started_.end() && std::get<0>(it->first) == who.me; ++it) {
+      const int64_t run = std::get<1>(it->first);
+      if (run != who.run && it->second->Overlaps(who.me, arrays, is_gather)) runs.insert(run);
     }
+    for (const int64_t run : runs)
+      FailLocked(run, FailureOf(who.me, "it left the program between start and wait"));
+    return Take(who.me, [&](int64_t run, const Job&) { return runs.count(run) > 0; });
+  }
+
+  // Python ends: nothing starts from here on, and nobody waits for a device. Executions that are
+  // under way, and go on, may end before.
+  void Stop() {
+    for (int i = 0, idle = 0; is_used_ && i < 500 && idle < 5; ++i) {  // 5 s at most
+      idle = IsIdle() ? idle + 1 : 0;
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_stopped_ = true;
+    while (!gathering_.empty()) FailLocked(gathering_.begin()->first.run, kStopped);
   }
 
  private:
@@ -184,6 +291,43 @@ class CopyBoard {
     }
   };
   static constexpr size_t kMaxRuns = 64;  // more than any backend keeps in flight
+  static constexpr const char* kStopped = "Python has ended, or is about to";
+
+  // Whether nobody waits; those that abandoned their copies do not.
+  bool IsIdle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : started_)
+      if (failures_.count(std::get<1>(entry.first)) == 0) return false;
+    return gathering_.empty();
+  }
+
+  // Takes the entries of a device that are asked for. Returns their jobs that all have started.
+  template <typename IsIt>
+  Jobs Take(int me, const IsIt& is_it) {
+    Jobs jobs;
+    auto it = started_.lower_bound({me, INT64_MIN, nullptr});
+    while (it != started_.end() && std::get<0>(it->first) == me) {
+      const JobPointer& job = it->second;
+      if (!is_it(std::get<1>(it->first), *job)) {
+        ++it;
+        continue;
+      }
+      if (job->num_posted == job->count()) jobs.push_back(job);
+      it = started_.erase(it);
+    }
+    return jobs;
+  }
+
+  void FailLocked(int64_t run, const std::string& why) {
+    if (failures_.count(run) == 0 && failures_.size() >= kMaxRuns)
+      failures_.erase(failures_.begin());
+    failures_.insert({run, why});
+    auto it = gathering_.lower_bound({run, INT64_MIN, INT64_MIN});
+    while (it != gathering_.end() && it->first.run == run) {
+      it->second->Fail(why);
+      it = gathering_.erase(it);
+    }
+  }
 
   int64_t Visit(const CopyVisitor& who) {
     auto& runs = visits_[{who.site, who.me}];
@@ -194,10 +338,13 @@ class CopyBoard {
     return 0;
   }
 
+  const pid_t pid_ = getpid();
   std::mutex mutex_;
-  std::map<Key, JobPointer> gathering_;                       // not all devices have come
-  std::map<std::pair<int, const char*>, JobPointer> started_;  // by place and target
-  std::map<int64_t, std::string> failures_;                   // by execution
+  bool is_stopped_ = false;
+  std::atomic<bool> is_used_{false};
+  std::map<Key, JobPointer> gathering_;  // not all devices have come
+  std::map<std::tuple<int, int64_t, const char*>, JobPointer> started_;  // by place, run and target
+  std::map<int64_t, std::string> failures_;                              // by execution
   std::map<std::pair<int64_t, int>, std::deque<std::pair<int64_t, int64_t>>> visits_;
 };
 

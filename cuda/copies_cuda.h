@@ -6,14 +6,24 @@
 // of all devices. No device waits on the host but for that threads have enqueued their copies.
 //
 // An event is recorded again only when its job has gone, so after all devices have enqueued their
-// waits for it.
+// waits for it, or after its copies are done.
 #pragma once
 
 #include <cuda_runtime.h>
-#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <system_error>
 #include <thread>
+
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define JDISTADAM_HAS_NVTX
+#endif
 
 #include "copies.h"
 
@@ -81,7 +91,53 @@ inline CudaCopies& CudaBoard() {
   return *board;
 }
 
-// cuMemcpyBatchAsync of CUDA 12.8, if the driver has it. Its types are not in older headers.
+// If a GPU cannot say that its copies are done, they may still write memory that would be released,
+// and saved in a checkpoint: the process ends. CUDA asks for that after such errors in any case.
+inline void EndUnlessDone(cudaError_t error, int place) {
+  if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
+  std::fprintf(stderr,
+               "jdistadam: the GPU at place %d along the axis of the mesh cannot finish its "
+               "copies, which may still write memory: %s. The process ends. Start it again and "
+               "restore a checkpoint.\n",
+               place, cudaGetErrorString(error));
+  std::fflush(stderr);
+  std::abort();
+}
+
+// Waits until all copies of a job that all devices have started are done.
+inline void DrainCopies(CudaCopies::Job& job) {
+  job.WaitUntilSettled();
+  for (int p = 0; p < job.count(); ++p) {
+    const CopyEvents& events = job.posts[p].extra;
+    for (const PooledEvent* event : {&events.sent, &events.kept})
+      EndUnlessDone(cudaEventSynchronize(event->get()), p);
+  }
+}
+
+// Names for profilers: of a thread, and of what it does during the life of the object.
+inline void NameThread(const std::string& name) {
+  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+#ifdef JDISTADAM_HAS_NVTX
+  nvtxNameOsThreadA(uint32_t(syscall(SYS_gettid)), name.c_str());
+#endif
+}
+
+class TraceRange {
+ public:
+#ifdef JDISTADAM_HAS_NVTX
+  explicit TraceRange(const CudaCopies::Job& job) {
+    const char* kind = job.is_gather ? "jdistadam gather " : "jdistadam exchange ";
+    nvtxRangePushA((kind + std::to_string(job.site)).c_str());
+  }
+  ~TraceRange() { nvtxRangePop(); }
+#else
+  explicit TraceRange(const CudaCopies::Job&) {}
+#endif
+  TraceRange(const TraceRange&) = delete;
+};
+
+// cuMemcpyBatchAsync of CUDA 12.8, if the driver has it. Its types are not in older headers, and
+// newer ones have another function of this name.
 struct BatchAttributes {
   int source_order, source_kind, source_id, target_kind, target_id;
   unsigned flags;
@@ -90,9 +146,26 @@ using BatchFunction = int (*)(void**, void**, size_t*, size_t, BatchAttributes*,
                               size_t*, cudaStream_t);
 
 inline BatchFunction FindBatchFunction() {
-  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  return driver == nullptr ? nullptr
-                           : reinterpret_cast<BatchFunction>(dlsym(driver, "cuMemcpyBatchAsync"));
+  constexpr int kVersion = 12080;
+  void* found = nullptr;
+#if CUDART_VERSION >= 12050
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &found, kVersion,
+                                                             cudaEnableDefault, &result);
+  const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+#else  // it finds functions of its own version alone, such as the one that finds all
+  void* get = nullptr;
+  bool is_found =
+      cudaGetDriverEntryPoint("cuGetProcAddress", &get, cudaEnableDefault) == cudaSuccess &&
+      get != nullptr;
+  int result = 0;
+  if (is_found) {
+    const auto find = reinterpret_cast<int (*)(const char*, void**, int, uint64_t, int*)>(get);
+    is_found = find("cuMemcpyBatchAsync", &found, kVersion, 0, &result) == 0 && result == 0;
+  }
+#endif
+  (void)cudaGetLastError();
+  return is_found ? reinterpret_cast<BatchFunction>(found) : nullptr;
 }
 
 // The thread of one device that enqueues its copies, and its streams.
@@ -100,57 +173,94 @@ class CopySender {
  public:
   // That of a device, which is made at the first use.
   static cudaError_t Of(int32_t ordinal, CopySender** found) {
-    static std::mutex mutex;
-    static auto* all = new std::map<int32_t, CopySender*>;
-    const std::lock_guard<std::mutex> lock(mutex);
-    CopySender*& sender = (*all)[ordinal];
+    All& all = TheSenders();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    CopySender*& sender = all.by_ordinal[ordinal];
     if (sender == nullptr) {
+      if (all.are_stopped) return cudaErrorCudartUnloading;
       auto made = std::unique_ptr<CopySender>(new CopySender(ordinal));
       for (cudaStream_t* stream : {&made->others_, &made->own_}) {
         const cudaError_t error = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking);
         if (error != cudaSuccess) return error;
       }
+      try {
+        made->thread_ = std::thread([sender = made.get()] { sender->Run(); });
+      } catch (const std::system_error&) {
+        return cudaErrorOperatingSystem;
+      }
       sender = made.release();
-      std::thread([sender] { sender->Run(); }).detach();
     }
     *found = sender;
     return cudaSuccess;
   }
 
+  // Ends all threads, after what they have to send.
+  static void StopAll() {
+    All& all = TheSenders();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.are_stopped = true;
+    for (auto& [ordinal, sender] : all.by_ordinal)
+      if (sender != nullptr) sender->Stop();
+  }
+
+  // After Stop, the device gives up.
   void Send(const CudaCopyJob& job, int me) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_stopped_) return job->HasGivenUp(FailureOf(me, "Python has ended, or is about to"));
     jobs_.push_back({job, me});
     changed_.notify_one();
   }
 
-  // Waits until all copies that this device has enqueued are done.
-  cudaError_t Drain() {
-    const cudaError_t error = cudaStreamSynchronize(others_);
-    return error != cudaSuccess ? error : cudaStreamSynchronize(own_);
+ private:
+  struct All {
+    std::mutex mutex;
+    std::map<int32_t, CopySender*> by_ordinal;
+    bool are_stopped = false;
+  };
+
+  static All& TheSenders() {
+    static auto* all = new All;
+    return *all;
   }
 
- private:
   explicit CopySender(int32_t ordinal) : ordinal_(ordinal) {}
 
+  void Stop() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      is_stopped_ = true;
+      changed_.notify_one();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
   void Run() {
-    cudaError_t error = cudaSetDevice(ordinal_);
+    NameThread("jda copies " + std::to_string(ordinal_));
     while (true) {
       std::pair<CudaCopyJob, int> next;
       {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] { return !jobs_.empty(); });
+        changed_.wait(lock, [&] { return is_stopped_ || !jobs_.empty(); });
+        if (jobs_.empty()) return;
         next = std::move(jobs_.front());
         jobs_.pop_front();
       }
-      if (error == cudaSuccess) error = Enqueue(*next.first, next.second);
-      if (error == cudaSuccess) {
-        next.first->HasIssued();
-      } else {
-        next.first->Fail("the device at place " + std::to_string(next.second) +
-                         " failed: " + cudaGetErrorString(error));
-        error = cudaSetDevice(ordinal_);
-      }
+      Handle(*next.first, next.second);
     }
+  }
+
+  // If it fails, what it has enqueued is done before others know.
+  void Handle(CudaCopies::Job& job, int me) {
+    const TraceRange range(job);
+    cudaError_t error = cudaSetDevice(ordinal_);
+    if (error == cudaSuccess) error = Enqueue(job, me);
+    if (error == cudaSuccess) return job.HasIssued();
+    (void)cudaGetLastError();
+    const std::string why = FailureOf(me, cudaGetErrorString(error));
+    for (const cudaStream_t stream : {others_, own_})
+      EndUnlessDone(cudaStreamSynchronize(stream), me);
+    CudaBoard().Fail(job.run, why);
+    job.HasGivenUp(why);
   }
 
   cudaError_t Enqueue(const CudaCopies::Job& job, int me) {
@@ -190,9 +300,10 @@ class CopySender {
       attributes.source_order = 1;  // in the order of the stream
       attributes.flags = 1;         // prefer to overlap with compute
       size_t first = 0, failed = 0;
-      if (batch(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes, &first, 1,
-                &failed, others_) == 0)
-        return cudaSuccess;
+      const auto error =  // drivers and runtimes number errors alike
+          cudaError_t(batch(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes,
+                            &first, 1, &failed, others_));
+      if (error != cudaErrorNotSupported) return error;
       works = false;
     }
     for (size_t i = 0; i < sizes_.size(); ++i) {
@@ -208,8 +319,68 @@ class CopySender {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::pair<CudaCopyJob, int>> jobs_;
+  bool is_stopped_ = false;
+  std::thread thread_;
   std::vector<void*> to_, from_;
   std::vector<size_t> sizes_;
+};
+
+// Times copies from one GPU to another.
+class LinkProbe {
+ public:
+  LinkProbe(int from, int to) : from_(from), to_(to) { (void)cudaGetDevice(&before_); }
+
+  ~LinkProbe() {
+    for (void* memory : {source_, target_})
+      if (memory != nullptr) (void)cudaFree(memory);
+    for (const cudaEvent_t event : {begin_, end_})
+      if (event != nullptr) (void)cudaEventDestroy(event);
+    if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+    (void)cudaSetDevice(before_);
+    (void)cudaGetLastError();
+  }
+
+  // Returns GB/s, the most of a few copies; 0 if it fails, as where memory is lacking.
+  double Measure() {
+    if (Prepare() != cudaSuccess) return 0;
+    float least = 0;
+    for (int i = 0; i < 4; ++i) {
+      float ms = 0;
+      if (Time(&ms) != cudaSuccess) return 0;
+      if (i == 1 || (i > 1 && ms < least)) least = ms;  // the first one warms up
+    }
+    return least > 0 ? double(kBytes) / 1e6 / double(least) : 0;
+  }
+
+ private:
+  static constexpr size_t kBytes = size_t{64} << 20;
+
+  cudaError_t Prepare() {
+    cudaError_t error = cudaSetDevice(to_);
+    if (error == cudaSuccess) error = cudaMalloc(&target_, kBytes);
+    if (error == cudaSuccess) error = cudaSetDevice(from_);
+    if (error == cudaSuccess) error = cudaDeviceEnablePeerAccess(to_, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
+    if (error == cudaSuccess) error = cudaMalloc(&source_, kBytes);
+    if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
+    if (error == cudaSuccess) error = cudaEventCreate(&begin_);
+    return error == cudaSuccess ? cudaEventCreate(&end_) : error;
+  }
+
+  cudaError_t Time(float* ms) {
+    cudaError_t error = cudaEventRecord(begin_, stream_);
+    if (error == cudaSuccess)
+      error = cudaMemcpyPeerAsync(target_, to_, source_, from_, kBytes, stream_);
+    if (error == cudaSuccess) error = cudaEventRecord(end_, stream_);
+    if (error == cudaSuccess) error = cudaEventSynchronize(end_);
+    return error == cudaSuccess ? cudaEventElapsedTime(ms, begin_, end_) : error;
+  }
+
+  const int from_, to_;
+  int before_ = 0;
+  void *source_ = nullptr, *target_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
 }  // namespace jdistadam

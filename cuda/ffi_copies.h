@@ -93,24 +93,59 @@ inline ffi::Error CopiesAreLost(const std::string& why) {
                               "lost: restore a checkpoint.");
 }
 
+// A device returns its error: first, all copies to and from its arrays are done, on all devices.
+template <typename Board>
+ffi::Error LeaveCopies(Board& board, const CopyVisitor& who, std::string why,
+                       const typename Board::JobPointer& waiting = nullptr) {
+  for (const auto& job : board.Leave(who, waiting, &why)) DrainCopies(*job);
+  return CopiesAreLost(why);
+}
+
+// Posts a start. `*job` is null if all have not come yet; otherwise the caller makes the copies.
+template <typename Board, typename Extra>
+ffi::Error PostCopies(Board& board, const CopyVisitor& who, bool gathers,
+                      std::vector<CopyArray> arrays, Extra extra,
+                      typename Board::JobPointer* job) {
+  for (const auto& left : board.TakeAbandoned(who, arrays, gathers)) DrainCopies(*left);
+  bool is_last = false;
+  std::string why;
+  *job = board.Start(who, gathers, {std::move(arrays), std::move(extra)}, &is_last, &why);
+  if (*job == nullptr) return LeaveCopies(board, who, why);
+  if (!is_last) *job = nullptr;
+  return ffi::Error::Success();
+}
+
+inline ffi::Error ProcessIsForked() {
+  return ffi::Error::Internal(
+      "jdistadam: copies between devices cannot start in a process that was forked from one with "
+      "devices. Start it with the method \"spawn\" of multiprocessing.");
+}
+
 template <typename Context>
 ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets,
                             CopyStartAttributes a, ffi::RunId run, int32_t ordinal,
                             Context context) {
-  std::vector<CopyArray> arrays;
   const CopyVisitor who{run.run_id, a.site, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
+  auto& board = BoardOf(context, who);
+  if (board.IsForked()) return ProcessIsForked();
+  std::vector<CopyArray> arrays;
   ffi::Error error = ReadCopies(a, args, rets, who.me, &arrays);
-  return StartCopies(context, who, a, std::move(error), std::move(arrays), ordinal);
+  if (error.failure()) return LeaveCopies(board, who, FailureOf(who.me, error.message()));
+  return StartCopies(context, who, a, std::move(arrays), ordinal);
 }
 
 template <typename Context>
 auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
                      ffi::RunId run, int32_t ordinal, Context context) {
-  ffi::Error error = CheckTargets(args, rets);
-  const char* target = error.success() ? DataOf(*GetBuffer(rets, 0)) : nullptr;
   const CopyVisitor who{run.run_id, 0, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
-  const std::chrono::seconds limit(a.limit_seconds);
-  return WaitForCopies(context, who, std::move(error), target, limit, ordinal);
+  auto& board = BoardOf(context, who);
+  if (board.IsForked()) return WaitIsOver(context, who, ProcessIsForked());
+  std::string why;
+  const ffi::Error error = CheckTargets(args, rets);
+  if (error.failure()) why = FailureOf(who.me, error.message());
+  const auto job = why.empty() ? board.Finish(who, DataOf(*GetBuffer(rets, 0)), &why) : nullptr;
+  if (job == nullptr) return WaitIsOver(context, who, LeaveCopies(board, who, why));
+  return WaitForCopies(context, who, job, std::chrono::seconds(a.limit_seconds));
 }
 
 inline auto CopyStartBinding() {

@@ -88,19 +88,17 @@ static CpuCopies& CpuBoard() {
   return *board;
 }
 
+static CpuCopies& BoardOf(ffi::ThreadPool&, const CopyVisitor&) { return CpuBoard(); }
+
+static void DrainCopies(CpuCopies::Job& job) { job.WaitUntilSettled(); }
+
 // The last device that comes makes the copies of all.
 static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
-                              const CopyStartAttributes& a, ffi::Error error,
-                              std::vector<CopyArray> arrays, int32_t) {
-  if (error.failure()) {
-    CpuBoard().Fail(who.run, error.message());
-    return error;
-  }
-  bool is_last = false;
-  std::string why;
-  const auto job = CpuBoard().Start(who, a.gathers, {std::move(arrays), 0}, &is_last, &why);
-  if (job == nullptr) return CopiesAreLost(why);
-  for (int from = 0; is_last && from < job->count(); ++from) {
+                              const CopyStartAttributes& a, std::vector<CopyArray> arrays,
+                              int32_t) {
+  CpuCopies::JobPointer job;
+  ffi::Error error = PostCopies(CpuBoard(), who, a.gathers, std::move(arrays), char{0}, &job);
+  for (int from = 0; job != nullptr && from < job->count(); ++from) {
     for (int to = 0; to < job->count(); ++to) {  // its own part too, if it gathers
       job->ForPieces(from, to, [](const CopyPiece& piece) {
         for (size_t r = 0; r < piece.rows; ++r)
@@ -109,30 +107,75 @@ static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
     }
     job->HasIssued();
   }
-  return ffi::Error::Success();
+  return error;
 }
 
-// A device waits for the others in its own thread, never in one of XLA's: XLA would lack that
-// thread for a collective concurrent with the step.
-static ffi::Future WaitForCopies(ffi::ThreadPool&, const CopyVisitor& who, ffi::Error error,
-                                 const char* target, std::chrono::seconds limit, int32_t) {
+static ffi::Future WaitIsOver(ffi::ThreadPool&, const CopyVisitor&, ffi::Error error) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  std::shared_ptr<CpuCopies::Job> job;
-  if (error.success() && (job = CpuBoard().Finish(who.me, target)) == nullptr)
-    error = Invalid("a wait for copies that were not started, or whose target moved");
-  if (error.success() && !job->IsIssued()) {
-    error = InThread([promise, job, run = who.run, limit]() mutable {
-      const std::string why = job->WaitUntilIssued(limit);
-      if (!why.empty()) CpuBoard().Fail(run, why);
-      Complete(std::move(promise), why.empty() ? ffi::Error::Success() : CopiesAreLost(why));
-    });
-    if (error.success()) return future;
-  }
-  if (error.failure()) CpuBoard().Fail(who.run, error.message());
   Complete(std::move(promise), std::move(error));
   return future;
 }
+
+// Counts the threads in which devices wait for copies, so that none is left when Python ends.
+class CopyWaiters {
+ public:
+  static void Add(int change) {
+    const std::lock_guard<std::mutex> lock(Mutex());
+    Count() += change;
+    Changed().notify_all();
+  }
+
+  // A thread goes on with its program after the wait: one that never ends must not keep Python.
+  static void WaitForNone() {
+    std::unique_lock<std::mutex> lock(Mutex());
+    Changed().wait_for(lock, std::chrono::seconds(60), [] { return Count() == 0; });
+  }
+
+ private:
+  static std::mutex& Mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+  }
+  static std::condition_variable& Changed() {
+    static auto* changed = new std::condition_variable;
+    return *changed;
+  }
+  static int& Count() {
+    static int count = 0;
+    return count;
+  }
+};
+
+// A device waits for the others in its own thread, never in one of XLA's: XLA would lack that
+// thread for a collective concurrent with the step.
+static ffi::Future WaitForCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
+                                 const CpuCopies::JobPointer& job, std::chrono::seconds limit) {
+  if (job->IsIssued()) return WaitIsOver(pool, who, ffi::Error::Success());
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  CopyWaiters::Add(1);
+  const ffi::Error error = InThread([promise, job, who, limit]() mutable {
+    const std::string why = job->WaitUntilIssued(limit);
+    Complete(std::move(promise), why.empty() ? ffi::Error::Success()
+                                             : LeaveCopies(CpuBoard(), who, why, job));
+    CopyWaiters::Add(-1);
+  });
+  if (error.failure()) {
+    CopyWaiters::Add(-1);
+    const std::string why = FailureOf(who.me, error.message());
+    Complete(std::move(promise), LeaveCopies(CpuBoard(), who, why, job));
+  }
+  return future;
+}
+
+extern "C" void JdistadamStopCopies_cpu() {
+  if (CpuBoard().IsForked()) return;
+  CpuBoard().Stop();
+  CopyWaiters::WaitForNone();
+}
+
+extern "C" double JdistadamLinkSpeed_cpu(int, int) { return 0; }
 
 extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
 

@@ -92,48 +92,49 @@ static cudaError_t PrepareCopies(cudaStream_t stream, const CopyStartAttributes&
   return error == cudaSuccess ? cudaEventRecord(events->ready.get(), stream) : error;
 }
 
+static CudaCopies& BoardOf(cudaStream_t, const CopyVisitor&) { return CudaBoard(); }
+
+static ffi::Error WaitIsOver(cudaStream_t, const CopyVisitor&, ffi::Error error) { return error; }
+
 static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
-                              const CopyStartAttributes& a, ffi::Error error,
-                              std::vector<CopyArray> arrays, int32_t ordinal) {
+                              const CopyStartAttributes& a, std::vector<CopyArray> arrays,
+                              int32_t ordinal) {
   CopyEvents events;
-  if (error.success()) error = LaunchError(PrepareCopies(stream, a, ordinal, &events));
-  if (error.failure()) {
-    CudaBoard().Fail(who.run, error.message());
-    return error;
-  }
-  bool is_last = false;
-  std::string why;
-  const CudaCopyJob job = CudaBoard().Start(
-      who, a.gathers, {std::move(arrays), std::move(events)}, &is_last, &why);
-  if (job == nullptr) return CopiesAreLost(why);
-  for (int p = 0; is_last && p < job->count(); ++p) {
+  if (const auto status = PrepareCopies(stream, a, ordinal, &events); status != cudaSuccess)
+    return LeaveCopies(CudaBoard(), who, FailureOf(who.me, cudaGetErrorString(status)));
+  CudaCopyJob job;
+  ffi::Error error =
+      PostCopies(CudaBoard(), who, a.gathers, std::move(arrays), std::move(events), &job);
+  for (int p = 0; job != nullptr && p < job->count(); ++p) {
     CopySender* sender = nullptr;
     (void)CopySender::Of(int32_t(a.devices[p]), &sender);  // made by the start of that device
     sender->Send(job, p);
   }
-  return ffi::Error::Success();
+  return error;
 }
 
-static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, ffi::Error error,
-                                const char* target, std::chrono::seconds limit, int32_t ordinal) {
-  CudaCopyJob job;
-  std::string why;
-  if (error.success() && (job = CudaBoard().Finish(who.me, target)) == nullptr)
-    error = Invalid("a wait for copies that were not started, or whose target moved");
-  if (error.success() && !(why = job->WaitUntilIssued(limit)).empty()) error = CopiesAreLost(why);
-  if (error.success() && !job->has_waited[who.me]) {
+static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, const CudaCopyJob& job,
+                                std::chrono::seconds limit) {
+  std::string why = job->WaitUntilIssued(limit);
+  if (why.empty() && !job->has_waited[who.me]) {
     job->has_waited[who.me] = true;
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
       status = cudaStreamWaitEvent(stream, job->posts[p].extra.sent.get(), 0);
-    error = LaunchError(status);
+    if (status != cudaSuccess) why = FailureOf(who.me, cudaGetErrorString(status));
   }
-  if (error.failure()) {
-    CudaBoard().Fail(who.run, error.message());
-    CopySender* sender = nullptr;  // nothing of this device may be read or written from here on
-    if (CopySender::Of(ordinal, &sender) == cudaSuccess) (void)sender->Drain();
-  }
-  return error;
+  if (!why.empty()) return LeaveCopies(CudaBoard(), who, why, job);
+  return ffi::Error::Success();
+}
+
+extern "C" void JdistadamStopCopies_cuda() {
+  if (CudaBoard().IsForked()) return;
+  CudaBoard().Stop();
+  CopySender::StopAll();
+}
+
+extern "C" double JdistadamLinkSpeed_cuda(int device, int peer) {
+  return LinkProbe(device, peer).Measure();
 }
 
 extern "C" bool JdistadamCanReach_cuda(int device, int peer) {

@@ -25,6 +25,8 @@ XLA_FFI_Error* JDISTADAM_HANDLER(CopyWait)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(SumParts)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(StepParts)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
+double JDISTADAM_HANDLER(LinkSpeed)(int device, int peer);
+void JDISTADAM_HANDLER(StopCopies)();
 }
 
 NB_MODULE(JDISTADAM_MODULE, m) {
@@ -35,6 +37,10 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
   // Whether a device can read and write the memory of another device of this process.
   m.def("can_reach", &JDISTADAM_HANDLER(CanReach));
+  // GB/s of a copy from a device to another one, measured now; 0 if it could not be measured.
+  m.def("link_speed", &JDISTADAM_HANDLER(LinkSpeed), nb::call_guard<nb::gil_scoped_release>());
+  // Ends the threads that make copies between devices, or wait for them. No copy starts afterwards.
+  m.def("stop_copies", &JDISTADAM_HANDLER(StopCopies), nb::call_guard<nb::gil_scoped_release>());
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));

@@ -146,6 +146,7 @@ def test_the_driver_of_the_kernels_knows_only_them():
     mine = {path.name: path.read_text() for path in folder.iterdir()}
     assert set(mine) == {
         "arithmetic.cu",
+        "copies.cc",
         "driver.cc",
         "driver_memory.h",
         "meeting.cc",

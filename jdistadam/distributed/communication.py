@@ -42,6 +42,9 @@ from jdistadam.kernels import copies, multi_tensor, native
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
 
 _REQUESTS = ("auto", "xla", "peer")
+_SLOWEST_LINK = 60
+"""GB/s. NVLink has 150 to 450, and the gain was measured there. PCIe has 25 (4.0 x16) to 55 (5.0
+x16), which the GPUs of a host share: NCCL knows how, and copies between all pairs do not."""
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
 
@@ -148,6 +151,17 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
             yield "devices that this process does not have"
     elif why := why_gpus_are_apart(devices):
         yield why
+    elif not is_asked_for and (why := _why_links_are_slow(devices)):
+        yield why
+
+
+def _why_links_are_slow(devices: Sequence[Any]) -> str:
+    """Why copies between these GPUs of this process are too slow; "" if they are not."""
+    for one, other in itertools.permutations(map(local_number, devices), 2):
+        speed = native.link_speed(one, other)
+        if 0 < speed < _SLOWEST_LINK:  # 0: it could not be measured
+            return f"{speed:.0f} GB/s from GPU {one} to {other}, less than {_SLOWEST_LINK}"
+    return ""
 
 
 def _is_here(device: Any) -> bool:

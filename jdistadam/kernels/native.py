@@ -10,6 +10,7 @@ a result is equal on all devices.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.util
@@ -51,7 +52,16 @@ def status(platform: str) -> Status:
         return Status(False, _explain(platform, error))
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform=_XLA_PLATFORMS[platform])
+    atexit.register(_stop_copies, module)
     return Status(True, module.build_info)
+
+
+def _stop_copies(module: Any) -> None:
+    """Ends the threads of copies between devices while JAX and CUDA are there."""
+    try:
+        jax.effects_barrier()  # callbacks of programs under way
+    finally:
+        module.stop_copies()
 
 
 def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
@@ -133,6 +143,16 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> N
 def reachable_peers() -> Callable[[int, int], bool]:
     """Returns a function of two local GPU numbers: whether one can access the other's memory."""
     return importlib.import_module(_MODULES["cuda"]).can_reach
+
+
+@functools.cache
+def link_speed(one: int, other: int) -> float:
+    """Returns the GB/s of a copy from one local GPU to another, which its first call measures.
+
+    It is 0 if it cannot be measured, as where there is no memory for 64 MiB.
+    """
+    speed: float = importlib.import_module(_MODULES["cuda"]).link_speed(one, other)
+    return speed
 
 
 def code_that_runs(build_info: str, capability: str) -> str | None:

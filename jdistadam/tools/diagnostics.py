@@ -115,7 +115,8 @@ def _peers() -> dict[str, Any]:
         return {"reached": {}, "why_not": "no CUDA kernels"}
     reaches, numbers = native.reachable_peers(), [local_number(d) for d in gpus]
     reached = {str(a): [b for b in numbers if b != a and reaches(a, b)] for a in numbers}
-    return {"reached": reached, "why_not": why_gpus_are_apart(gpus)}
+    speeds = {f"{a} to {b}": native.link_speed(int(a), b) for a in reached for b in reached[a]}
+    return {"reached": reached, "why_not": why_gpus_are_apart(gpus), "gb_per_s": speeds}
 
 
 def _format_peers(peers: Any) -> list[str]:
@@ -123,7 +124,12 @@ def _format_peers(peers: Any) -> list[str]:
     if not isinstance(peers, dict):
         return [f"peers     {peers}"]
     numbers = [int(a) for a in peers["reached"]]
-    lines = [f"peers     {'    '.join(str(b) for b in numbers)}"] if numbers else []
+    lines = [
+        f"link      GPU {pair}: " + (f"{speed:.0f} GB/s" if speed else "not measured")
+        for pair, speed in peers.get("gb_per_s", {}).items()
+    ]
+    if numbers:
+        lines.append(f"peers     {'    '.join(str(b) for b in numbers)}")
     for a in numbers:
         marks = ["-" if a == b else "x" if b in peers["reached"][str(a)] else "." for b in numbers]
         lines.append(f"  GPU {a:<3} {'    '.join(marks)}")

@@ -223,6 +223,7 @@ def gpus(monkeypatch):
     found = [Gpu(i) for i in range(4)]
     monkeypatch.setattr(communication.jax, "local_devices", lambda backend=None: found)
     monkeypatch.setattr(native, "reachable_peers", lambda: lambda a, b: a == b or a + b != 5)
+    monkeypatch.setattr(native, "link_speed", lambda a, b: 340.2)
     monkeypatch.setattr(native, "status", lambda name: native.Status(True, ""))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     return found
@@ -239,11 +240,16 @@ def chosen(means, devices):
 
 
 def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
+    from jdistadam.distributed import communication
+
     assert str(chosen("auto", gpus[:2])) == str(chosen("peer", gpus[:2])) == "peer"
     why = "GPU 2 cannot reach the memory of GPU 3"
     assert str(chosen("auto", gpus)) == f"xla ({why})"
     with pytest.raises(jda.PolicyError, match=why):
         chosen("peer", gpus)
+    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: 25.4 if a else 340.2)
+    assert chosen("auto", gpus[:2]).why_not_peer == "25 GB/s from GPU 1 to 0, less than 60"
+    assert chosen("peer", gpus[:2]).is_peer
     elsewhere = [Gpu(8), Gpu(9)]
     assert chosen("auto", elsewhere).why_not_peer == "devices that this process does not have"
     assert chosen("peer", elsewhere).is_peer  # to be compiled alone
@@ -254,7 +260,9 @@ def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
 def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
     report = diagnostics.info()
     assert report["peers"]["reached"]["2"] == [0, 1]
+    assert report["peers"]["gb_per_s"]["3 to 1"] == 340.2
     report = diagnostics.info() | {"backends": "", "devices": ""}
+    assert "link      GPU 0 to 1: 340 GB/s" in diagnostics.format_info(report).splitlines()
     assert diagnostics.format_info(report).splitlines()[-6:] == [
         "peers     0    1    2    3",
         "  GPU 0   -    x    x    x",

@@ -17,6 +17,7 @@ EXACTLY = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 KERNELS = {
     "driver.cc": ("adam", "quantized", "squares", "norm", "sum"),
     "meeting.cc": ("adam", "squares", "norm", "peer"),
+    "copies.cc": (),
 }
 FEW = ("--one-in", "31")  # of the many cases of Adam and of sums, which take most of the time
 """A prime, so that those chosen have every value of every loop."""
@@ -82,6 +83,24 @@ def test_meetings_of_devices_have_no_data_race(tmp_path):
     meeting = build_with_sanitizer(tmp_path / "meeting", "thread", "meeting.cc")
     run_to_success(meeting)
     done, output = run([meeting, "--plant"], env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
+    assert done.returncode != 0 and "data race" in output, output
+
+
+@pytest.mark.slow
+def test_address_and_undefined_behaviour_sanitizers_are_clean_of_copies(tmp_path):
+    """A device that leaves without waiting for its copies is seen by what they write."""
+    copies = build_with_sanitizer(tmp_path / "copies", "address,undefined", "copies.cc")
+    run_to_success(copies)
+    done, output = run([copies, "--plant"])
+    assert done.returncode != 0 and "memory was written later" in output, output
+
+
+@pytest.mark.slow
+def test_copies_of_devices_have_no_data_race(tmp_path):
+    """Executions that take turns, devices that fail, leave or do not come, forks and the end."""
+    copies = build_with_sanitizer(tmp_path / "copies", "thread", "copies.cc")
+    run_to_success(copies)
+    done, output = run([copies, "--plant"], env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
     assert done.returncode != 0 and "data race" in output, output
 
 

@@ -1,0 +1,209 @@
+// Copies between devices (cuda/copies.h), each device a thread, as the handlers of CPUs make them.
+//
+//   cd cuda
+//   g++ -std=c++17 -O1 -g -fsanitize=thread -I. ../tests/kernels/driver/copies.cc -pthread
+//       -o /tmp/copies
+//   /tmp/copies
+//
+// tests/kernels/test_driver.py does so. With --plant a device that leaves does not wait until its
+// copies are done: that must be seen.
+
+#include "copies.h"
+
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+namespace jdistadam {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using Board = CopyBoard<char>;
+
+std::atomic<int> failures{0};
+bool planted = false;
+
+void Expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::printf("FAIL %s\n", what.c_str());
+  ++failures;
+}
+
+bool Has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Runs device(0) ... device(count - 1) in threads of their own.
+void OnDevices(int count, const std::function<void(int)>& device) {
+  std::vector<std::thread> threads;
+  for (int me = 0; me < count; ++me) threads.emplace_back([&device, me] { device(me); });
+  for (auto& thread : threads) thread.join();
+}
+
+// The memory of a device for an exchange: a part for each device, and those of the others.
+struct Memory {
+  explicit Memory(int count, size_t run = 1 << 10) : source(count * run), target(source.size()) {}
+  std::vector<CopyArray> Arrays(int count) {
+    return {{source.data(), target.data(), 1, source.size() / count}};
+  }
+  std::vector<char> source, target;
+};
+
+// The last one makes the copies of all, some time later.
+Board::JobPointer Start(Board* board, const CopyVisitor& who, Memory* memory, std::string* why,
+                        milliseconds late = milliseconds(0)) {
+  bool is_last = false;
+  const auto job = board->Start(who, false, {memory->Arrays(who.count), 0}, &is_last, why);
+  if (job == nullptr || !is_last) return job;
+  std::this_thread::sleep_for(late);
+  for (int from = 0; from < who.count; ++from) {
+    for (int to = 0; to < who.count; ++to) {
+      job->ForPieces(from, to, [](const CopyPiece& piece) {
+        std::memcpy(piece.to, piece.from, piece.run);
+      });
+    }
+    job->HasIssued();
+  }
+  return job;
+}
+
+bool Wait(Board* board, const CopyVisitor& who, Memory* memory, std::string* why) {
+  const auto job = board->Finish(who, memory->target.data(), why);
+  if (job != nullptr) *why = job->WaitUntilIssued(seconds(60));
+  return job != nullptr && why->empty();
+}
+
+// Executions take turns on a device; each visits a site many times, twice before it waits.
+void TestExecutions() {
+  Board board;
+  const int n = 4;
+  OnDevices(n, [&](int me) {
+    std::vector<Memory> all(4, Memory(n));  // of two executions, each with two visits
+    for (int i = 0; i < 50; ++i) {
+      std::string why;
+      const auto tag = [i](int k, int place) { return char(16 * (i % 7) + 4 * k + place); };
+      for (int k = 0; k < 4; ++k) {
+        std::memset(all[k].source.data(), tag(k, me), all[k].source.size());
+        Expect(Start(&board, {k % 2, 7, n, me}, &all[k], &why) != nullptr, "a start failed");
+      }
+      for (int k = 0; k < 4; ++k) {
+        Expect(Wait(&board, {k % 2, 7, n, me}, &all[k], &why), "a wait failed: " + why);
+        for (int p = 0; p < n - 1; ++p)
+          Expect(all[k].target[p << 10] == tag(k, p < me ? p : p + 1), "not this visit's part");
+      }
+    }
+  });
+}
+
+// The memory of a device that leaves is its own again, while others still have copies to make.
+void TestLeaving() {
+  Board board;
+  const int n = 2;
+  std::atomic<bool> has_started{false};
+  std::vector<Memory> memory(n, Memory(n, 1 << 16));
+  OnDevices(n, [&](int me) {
+    const CopyVisitor who{5, 1, n, me};
+    std::string why;
+    if (me == 1) {
+      while (!has_started) std::this_thread::yield();
+      (void)Start(&board, who, &memory[1], &why, milliseconds(100));
+      Expect(!Wait(&board, who, &memory[1], &why) && Has(why, "place 0 failed: broken"), why);
+      Expect(Start(&board, who, &memory[1], &why) == nullptr, "a start after a failure");
+      return;
+    }
+    const auto job = Start(&board, who, &memory[0], &why);
+    has_started = true;
+    while (!job->has_posted[1]) std::this_thread::yield();
+    why = FailureOf(0, "broken");
+    const auto left = board.Leave(who, nullptr, &why);
+    Expect(left.size() == 1, "a device left without its job");
+    for (const auto& one : left)
+      if (!planted) one->WaitUntilSettled();
+    std::memset(memory[0].target.data(), 9, memory[0].target.size());
+  });
+  Expect(memory[0].target[0] == 9, "leaving: memory was written later");
+}
+
+// One that left between start and wait. What not all have started is never made; the rest is done
+// before a later start may use its memory.
+void TestAbandoned(bool all_start) {
+  Board board;
+  const int n = 2;
+  std::vector<Memory> memory(n, Memory(n));
+  Memory other(n);
+  std::string why;
+  Expect(Start(&board, {1, 1, n, 0}, &memory[0], &why) != nullptr, "abandoned: no start");
+  if (all_start) (void)Start(&board, {1, 1, n, 1}, &memory[1], &why);
+  Expect(board.Finish({2, 0, n, 0}, memory[0].target.data(), &why) == nullptr &&
+             Has(why, "not started"),
+         "a wait found the start of another execution");
+  Expect(board.TakeAbandoned({2, 1, n, 0}, other.Arrays(n), false).empty(), "not its memory");
+  Expect(board.TakeAbandoned({1, 1, n, 0}, memory[0].Arrays(n), false).empty(), "its own");
+  auto arrays = memory[0].Arrays(n);
+  arrays[0].target += 10;  // a part of it
+  const auto left = board.TakeAbandoned({2, 1, n, 0}, arrays, false);
+  Expect(left.size() == (all_start ? 1 : 0), "abandoned: not its job");
+  const bool is_refused = all_start ? !Wait(&board, {1, 0, n, 1}, &memory[1], &why)
+                                    : Start(&board, {1, 1, n, 1}, &memory[1], &why) == nullptr;
+  Expect(is_refused && Has(why, "the device at place 0 failed: it left"), "abandoned: " + why);
+  for (int me : {0, 1})
+    Expect(Start(&board, {2, 1, n, me}, &memory[me], &why) != nullptr, "abandoned: the next start");
+  for (int me : {0, 1}) Expect(Wait(&board, {2, 0, n, me}, &memory[me], &why), why);
+}
+
+void TestMissing() {
+  Board board;
+  Memory memory(3);
+  std::string why;
+  const auto job = Start(&board, {1, 1, 3, 0}, &memory, &why);
+  why = job->WaitUntilIssued(seconds(1));
+  Expect(Has(why, "within 1 s: places 1 2"), why);
+  Expect(board.Leave({1, 1, 3, 0}, job, &why).empty(), "copies that not all have started");
+  Expect(Start(&board, {1, 1, 3, 1}, &memory, &why) == nullptr && Has(why, "places 1 2"), why);
+}
+
+void TestTheEnd() {
+  Board board;
+  const int n = 2;
+  std::vector<Memory> memory(n, Memory(n));
+  std::string why;
+  const auto job = Start(&board, {1, 1, n, 0}, &memory[0], &why);
+  std::thread waiting([&] {
+    Expect(Has(job->WaitUntilIssued(seconds(60)), "ended"), "waits beyond the end");
+  });
+  board.Stop();
+  waiting.join();
+  Expect(Start(&board, {2, 1, n, 0}, &memory[0], &why) == nullptr && Has(why, "ended"),
+         "a start after the end");
+}
+
+void TestFork() {
+  Board board;
+  Expect(!board.IsForked(), "forked before");
+  const pid_t child = fork();
+  if (child == 0) _exit(board.IsForked() ? 7 : 8);
+  int status = 0;
+  waitpid(child, &status, 0);
+  Expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "a child is not told from its parent");
+}
+
+}  // namespace
+}  // namespace jdistadam
+
+int main(int argc, char** argv) {
+  using namespace jdistadam;
+  planted = argc > 1 && std::string(argv[1]) == "--plant";
+  TestFork();
+  TestExecutions();
+  TestLeaving();
+  TestAbandoned(false);
+  TestAbandoned(true);
+  TestMissing();
+  TestTheEnd();
+  std::printf(failures == 0 ? "SUCCESS\n" : "%d FAILURES\n", failures.load());
+  return failures == 0 ? 0 : 1;
+}
