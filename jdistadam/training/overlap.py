@@ -8,8 +8,13 @@ order, which barriers and operands enforce:
 - A start runs as soon as its operands are known: gradients are sent during the backward pass, and
   new parameters during the updates. The next product, or update, waits for the start.
 - A wait runs where its result is first needed, with what is made of it and of arguments alone. It
-  waits for the product, or update, before.
+  waits for the product, or update, before, and for starts before it.
 - Gathers before the loss start first, in the order in which their results are needed.
+- Copies travel together until they are ``TOGETHER_BYTES``; those of an update's parameters start
+  right after it.
+
+What travels together is therefore what the traced loss uses one after another: tied parameters at
+their first use in the forward pass, their gradients at the last in the backward pass.
 """
 
 from __future__ import annotations
@@ -173,7 +178,7 @@ class _Evaluation:
         self._done[i] = True
         eqn = self._eqns[i]
         self._demand(eqn.invars)
-        if self._is_anchor[i] and i >= self._end:
+        if self._is_anchor[i] and (i >= self._end or self._gathers()):
             self._start_together()
         if self._is_anchor[i] and self._pending:
             made = [v for v in variables(eqn.invars) if v in self._made_by][:1]
@@ -183,6 +188,7 @@ class _Evaluation:
             self._add(i)
             return
         if self._is_wait[i]:  # which takes the target: nothing may use it any more
+            self._tie(self._pending)
             self._pending = [v for v in self._pending if v is not eqn.invars[0]]
         values = values_of(eqn.invars, self._known)
         if self._is_wait[i] and self._last is not None:
@@ -203,6 +209,10 @@ class _Evaluation:
         avals = [self._eqns[k].outvars[0].aval for k in self._together]
         if sum(x.size * x.dtype.itemsize for x in avals) >= TOGETHER_BYTES:
             self._start_together()
+
+    def _gathers(self) -> bool:
+        """Whether gathers are collected: all that can start have."""
+        return any(copies.kind_of(self._eqns[i])[0] for i in self._together[:1])
 
     def _start_together(self) -> None:
         if not self._together:
@@ -228,5 +238,7 @@ class _Evaluation:
     def _tie(self, tied: list[Any]) -> None:
         """Lets all later users of some variables wait for all of them."""
         tied = list(dict.fromkeys(v for v in tied if not isinstance(v, core.Literal)))
+        if len(tied) < 2:
+            return
         values = jax.lax.optimization_barrier(values_of(tied, self._known))
         self._known.update(zip(tied, values, strict=True))

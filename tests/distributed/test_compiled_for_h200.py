@@ -278,13 +278,14 @@ def test_temporary_memory_is_gradients_and_activations(bfloat16_step):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * num_params * 1.5
 
 
-def test_gradients_that_were_sent_ahead_to_peers_are_freed(h200s):
-    """This device's shard of those of eight devices has the size of its gradients: two bytes."""
+def test_a_step_over_peers_holds_gradients_and_mailboxes(h200s):
+    """Two bytes of each gradient, and seven eighths of them for the parts of the others."""
     policy = dict(grad_reduce_dtype="float32")
     kwargs = dict(policy=policy, communication="peer", max_grad_norm=None)
     _, params, compiled = compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16, **kwargs)
     num_params = sum(x.size for x in jax.tree.leaves(params))
-    assert 2 < compiled.memory_analysis().temp_size_in_bytes / num_params < 3
+    small = 0.01 * num_params
+    assert 0 <= compiled.memory_analysis().temp_size_in_bytes - 3.75 * num_params < small
 
 
 def test_a_custom_loop_over_peers_keeps_params_where_they_are(h200s):

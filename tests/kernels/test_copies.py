@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.kernels import copies, multi_tensor, native
+from jdistadam.core import collectives
+from jdistadam.kernels import copies, multi_tensor, native, parts
 from support.bits import assert_trees_same_bits
 
 native.status("cpu")  # registers the handlers
@@ -36,10 +37,9 @@ def draw(devices, shape, dtype=jnp.float32, seed=0):
 def by_copies(x, *, dim, devices):
     places = tuple(range(devices))
     received = copies.exchange(x, dim=dim, places=places)
-    return (
-        copies.sum_parts(x, received, dim=dim, places=places),
-        copies.gather(x, dim=dim, places=places, to="varying"),
-    )
+    part = (*x.shape[:dim], x.shape[dim] // devices, *x.shape[dim + 1 :])
+    sums = parts.sum_parts([parts.Parts(x, received, parts.Cut(part, dim, places))]).sums
+    return sums[0], copies.gather(x, dim=dim, places=places, to="varying")
 
 
 def by_collectives(x, *, dim, devices):
@@ -61,6 +61,22 @@ def test_values_are_those_of_collectives(devices, shape, dim, dtype):
         mapped(on_each(functools.partial(f, dim=dim, devices=devices)), devices)(x)
         for f in (by_copies, by_collectives)
     )
+    assert_trees_same_bits(got, want)
+
+
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+@pytest.mark.parametrize("devices", [2, 3, 6])
+def test_a_gather_in_place_completes_what_each_device_has_written(devices, shape, dim):
+    def in_place(x):
+        length, start = x.shape[dim], lax.axis_index("d") * x.shape[dim]
+        whole = jnp.full((*x.shape[:dim], length * devices, *x.shape[dim + 1 :]), jnp.nan, x.dtype)
+        whole = lax.dynamic_update_slice_in_dim(whole, x, start, dim)
+        whole = lax.optimization_barrier(collectives.to_varying(whole, ("d",)))
+        return copies.gather_in_place(whole, dim=dim, places=tuple(range(devices)))
+
+    x = draw(devices, shape)
+    got = mapped(on_each(in_place), devices, check_vma=False)(x)
+    want = mapped(on_each(lambda x: lax.all_gather(x, "d", axis=dim, tiled=True)), devices)(x)
     assert_trees_same_bits(got, want)
 
 

@@ -1,0 +1,183 @@
+"""Copies run beside the model: the order of starts, products, waits and updates, by [Note: overlap]."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdistadam as jda
+from jdistadam.distributed import calls
+from jdistadam.kernels import copies, parts
+from jdistadam.training import overlap
+from support.bits import assert_trees_same_bits
+
+N, LAYERS, WIDTH = 4, 4, 256
+SUMS = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
+WHOLE = ONCE | dict(reshard_after_backward=lambda path: not ("embed" in path or "b0" in path))
+BLOCK_BYTES = 8 * WIDTH * WIDTH * 2  # of a block's parameters
+
+
+def shapes():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    block = {"up": array(WIDTH, 4 * WIDTH), "down": array(4 * WIDTH, WIDTH)}
+    blocks = {f"b{i}": block | {"scale": array(WIDTH)} for i in range(LAYERS)}
+    return {"embed": array(2048, WIDTH), **blocks}
+
+
+def block(x, p):
+    return x + jax.nn.gelu((x * p["scale"][None, None]) @ p["up"]) @ p["down"]
+
+
+def loss_of(wrapped):
+    """A tied embedding, and blocks that may be wrapped, for example in ``jax.checkpoint``."""
+
+    def loss(params, tokens):
+        x = params["embed"][tokens[:, :-1]]
+        for i in range(LAYERS):
+            x = wrapped(block)(x, params[f"b{i}"])
+        logits = (x @ params["embed"].T).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    return loss
+
+
+def make(mesh, means="peer", wrapped=lambda f: f, **options):
+    tx = jda.distributed(
+        jda.fused_adamw(1e-3, weight_decay=0.1),
+        mesh=mesh,
+        policy=SUMS,
+        communication=means,
+        **options,
+    )
+    return tx, jda.train_step(loss_of(wrapped), tx)
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """A block's parameters travel together, as large ones do."""
+    monkeypatch.setattr(overlap, "TOGETHER_BYTES", BLOCK_BYTES * (N - 1) // N)
+    monkeypatch.setattr(calls, "COPIED_BYTES", BLOCK_BYTES)
+
+
+def events_of(text):
+    """What a program does, in order: "exchange", "gather", "wait", "product", "step"."""
+    found, entry = [], text[text.index("\nENTRY") :]
+    for line in entry.splitlines():
+        target = re.search(r'custom_call_target="(\w+)"', line)
+        if target and target[1] == copies.START:
+            found.append("gather" if "gathers = true" in line else "exchange")
+        elif target and target[1] == copies.WAIT:
+            found.append("wait")
+        elif target and target[1] in (parts.SUM, parts.STEP):
+            found.append("step" if target[1] == parts.STEP else "sum")
+        elif re.match(r"\s+(ROOT )?%?gemm_fusion", line) or "cublas" in (target or [""])[0]:
+            found.append("product")
+    return found
+
+
+def compiled(mesh, **options):
+    tx, step = make(mesh, **options)
+    state = jda.TrainState.shapes(shapes(), tx)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    tokens = jax.ShapeDtypeStruct((2 * N, 129), jnp.int32, sharding=rows)
+    return step.lower(state, tokens).compile()
+
+
+def moved(text):
+    """Arrays that the program copies or transposes, but for scalars and coefficients."""
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    return [dims for dims in made if np.prod([int(n) for n in dims.split(",")]) > 64]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_gradients_are_sent_during_the_backward_pass(h200s, small_groups, wrapped, clip):
+    text = compiled(h200s(N), wrapped=wrapped, max_grad_norm=clip).as_text()
+    events = events_of(text)
+    last = len(events) - 1 - events[::-1].index("product")
+    sent = [i for i, event in enumerate(events) if event == "exchange"]
+    # Those of the last block to finish, and of the embedding, are known at the end.
+    assert len(sent) >= LAYERS and sum(i < last for i in sent) >= LAYERS - 1
+    assert events.index("wait") > last
+    assert all("product" in events[a:b] for a, b in zip(sent[:-2], sent[1:-1], strict=True))
+    assert not moved(text)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_parameters_are_gathered_right_after_their_update(h200s, small_groups, clip):
+    events = events_of(compiled(h200s(N), max_grad_norm=clip).as_text())
+    steps = [i for i, event in enumerate(events) if event == "step"]
+    assert len(steps) > LAYERS
+    for a, b in zip(steps, [*steps[1:], len(events)], strict=True):
+        assert events[a:b].count("gather") == 1
+        assert "wait" not in events[a : a + events[a:b].index("gather")]
+
+
+@pytest.mark.parametrize(("options", "gathers"), [(ONCE, LAYERS + 1), (WHOLE, LAYERS - 1)])
+def test_gathers_start_before_the_loss_and_are_waited_for_during_it(
+    h200s, small_groups, options, gathers
+):
+    events = events_of(compiled(h200s(N), **options).as_text())
+    first, last = events.index("product"), len(events) - 1 - events[::-1].index("product")
+    before, during = events[:first], events[first:last]
+    started = before.index("wait") if "wait" in before else first
+    assert before[:started].count("gather") == before.count("gather") >= gathers - 1
+    assert during.count("wait") >= 2 * (LAYERS - 2)  # two matrices of each block
+    assert during.count("gather") == 0
+    # Whole ones are gathered after their updates, and others are updated meanwhile.
+    at_the_end = [event for event in events[last:] if event in ("step", "gather")]
+    if options is WHOLE:
+        assert "step" in at_the_end[at_the_end.index("gather") :]
+    else:
+        assert at_the_end.count("gather") <= 1  # of small leaves
+
+
+def numbers(mesh, means, wrapped, **options):
+    tx, step = make(mesh, means, wrapped, **options)
+    keys = jax.random.split(jax.random.key(0), 64)
+    leaves, treedef = jax.tree.flatten(shapes())
+    drawn = [
+        0.05 * jax.random.normal(key, x.shape, x.dtype)
+        for key, x in zip(keys, leaves, strict=False)
+    ]
+    state = jda.TrainState.create(treedef.unflatten(drawn), tx)
+    for i in range(3):
+        tokens = jax.random.randint(jax.random.key(i), (2 * N, 17), 0, 2048)
+        state, metrics = jax.block_until_ready(step(state, jda.shard_batch(tokens, tx)))
+    return state, metrics
+
+
+def scanned(function):
+    """A scan of one step, as a user's block may have."""
+    return lambda x, p: jax.lax.scan(lambda y, _: (function(y, p), None), x, None, length=1)[0]
+
+
+WRAPPERS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan of checkpoint": lambda f: scanned(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, ONCE, WHOLE], ids=["optim", "once", "whole"])
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_the_order_changes_no_bits(cpu_mesh, small_groups, wrapper, options):
+    got, want = (
+        numbers(cpu_mesh(N), means, WRAPPERS[wrapper], max_grad_norm=0.5, **options)
+        for means in ("peer", "xla")
+    )
+    assert_trees_same_bits(got, want)
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_every_array_is_copied_once(cpu_mesh, wrapper):
+    """Recomputation and differentiation neither repeat nor lose copies."""
+    tx, step = make(cpu_mesh(N), wrapped=WRAPPERS[wrapper], **ONCE)
+    found = jda.audit(step, jda.TrainState.shapes(shapes(), tx), np.zeros((2 * N, 17), np.int32))
+    assert {row.op for row in found.rows} == {"copied all-gather", "copied all-to-all"}
+    assert all(row.passed or row.widened for row in found.rows), found
