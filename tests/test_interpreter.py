@@ -48,7 +48,7 @@ PLAIN = dict(
 REPLICAS = dict(
     mesh="replicas last", axes="auto", specs="rows", strategy="optim_grads", outer="optim",
     reshard=True, bucket_bytes=20_000, stacked=False, communication="auto", state_memory="device",
-    early_updates=None, gathered_in_model=False,
+    early_updates=None, gathered_in_model=False, rests_whole=False,
 )  # fmt: skip
 CONFIG = fitted(7, PLAIN, [REPLICAS, {}], {"matrix", "odd", "row", "scalar"})
 

@@ -62,8 +62,8 @@ def make_calls(
     """
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
     for i, bucket in enumerate(layout.buckets):
-        kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded)
-        kind += (bool(config.places) and bucket.is_sharded_param,)
+        rests_cut = bool(config.places) and bucket.is_sharded_param
+        kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded, rests_cut)
         of_kind.setdefault(kind, []).append(i)
     has_windows = config.updates_early or config.steps_on_host
     in_windows, whole = list[list[Piece]](), list[list[Piece]]()

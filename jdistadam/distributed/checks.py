@@ -46,8 +46,15 @@ def check_arguments(
     bucket_bytes: Any,
     average_grads: Any,
     early_updates: Any,
+    reshard_after_backward: Any,
 ) -> None:
     """Raises HyperparameterError unless types and ranges are right."""
+    if not (reshard_after_backward is None or callable(reshard_after_backward)):
+        raise HyperparameterError(
+            f"reshard_after_backward: not a function: got {reshard_after_backward!r}, expected a "
+            "function of the path of a leaf. "
+            'Pass for example lambda path: "embed" not in path.'
+        )
     if early_updates is not None:
         check_flag("early_updates", early_updates)
     check_flag("average_grads", average_grads)

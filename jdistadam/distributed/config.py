@@ -25,7 +25,7 @@ from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_text import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.errors import MeshError, PolicyError
+from jdistadam.errors import HyperparameterError, MeshError, PolicyError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +141,7 @@ class DistributedConfig:
                 tensor_axes=mesh_axes.axes_of(spec),
                 layers=kind,
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
-                rests_whole=not (
-                    self.reshard_after_backward is None or self.reshard_after_backward(path)
-                ),
+                rests_whole=self._rests_whole(path),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
             leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))
@@ -163,6 +161,18 @@ class DistributedConfig:
             gathers_layers=self.parallel.gathers_layers,
             in_blocks=self.algorithm.storage.is_any,
         )
+
+    def _rests_whole(self, path: str) -> bool:
+        """Whether devices hold a whole leaf between steps that they would otherwise cut."""
+        if self.reshard_after_backward is None:
+            return False
+        is_cut = self.reshard_after_backward(path)
+        if not isinstance(is_cut, bool | np.bool_):
+            raise HyperparameterError(
+                f"reshard_after_backward: not a bool: got {is_cut!r:.60} for {path}, expected "
+                "False for a leaf that stays whole between steps, True for others. Return one."
+            )
+        return not is_cut
 
     def schedule(
         self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True

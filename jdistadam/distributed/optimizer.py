@@ -208,7 +208,9 @@ def distributed(
         return tx.distributed_by(functools.partial(distributed, **options))
     assert algorithm is not None
     policy = policy_of(policy)
-    check_arguments(max_grad_norm, bucket_bytes, average_grads, early_updates)
+    check_arguments(
+        max_grad_norm, bucket_bytes, average_grads, early_updates, reshard_after_backward
+    )
     float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)

@@ -93,10 +93,10 @@ def update_shards(
         static, rounding = _rounding_of(config, layout, call, state)
         spec, operands = _operands_of(config, call, grads, old, taken, static)
         if steps_on_parts(config, call.buckets[0]):
-            results = _step_on_parts(config, call, spec, scalars, operands, norm_scale)
-            for i, new, found in zip(call.gathers, results.params, results.tiles, strict=True):
+            made = _step_on_parts(config, call, spec, scalars, operands, norm_scale)
+            for i, new, found in zip(call.gathers, made.params, made.tiles, strict=True):
                 tiles[i], gathered[i] = found, _completed(config, schedule.buckets[i], new)
-            store.put(call, results.state)
+            store.put(call, made.state)
             continue
         request = squares_request(config, layout, call.buckets)
         results = adam(spec, scalars, operands.unfused(), rounding, request)

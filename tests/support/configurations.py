@@ -61,6 +61,7 @@ PLACE = {
     "state_memory": ("device", "device", "pinned_host", "moments", "nu"),
     "early_updates": (*(None,) * 6, False, True),
     "gathered_in_model": (False, True),
+    "rests_whole": (False, True),  # the largest leaf, if others are sharded between steps
 }
 CONFIG = {
     "dtypes": ("float32", "bfloat16", "float16", "mixed"),
@@ -290,14 +291,13 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         fit(place, is_sent and place["strategy"] == "no_shard", strategy="optim")
         shards = place["strategy"] != "no_shard"
         fit(place, "replica_axis" not in mesh or not shards, outer="no_shard")
-        fit(place, place["strategy"] != "optim_grads_params", reshard=True)
+        fit(place, place["strategy"] != "optim_grads_params", reshard=True, rests_whole=False)
         fit(place, place["specs"] == "small" and is_stochastic, specs="rows")
         if place["communication"] == "peer":
             fit(place, place["mesh"] not in ("2", "8"), mesh="2")
-            fit(place, True, strategy="optim", reshard=True)
-            fit(config, True, mu="float32", nu="float32", rounding="nearest", main="float32")
-            fit(config, True, grad_reduce="float32", param_comm=None, float32_moments=False)
-            fit(config, True, norms=None)
+            fit(place, place["strategy"] not in ("optim", "optim_grads_params"), strategy="optim")
+            fit(place, True, reshard=place["strategy"] == "optim")
+            fit(config, True, grad_reduce="float32")
             fit(place, True, state_memory="device")
         waits = "model" in mesh["names"] or place["communication"] == "peer"
         fit(place, place["early_updates"] and waits, early_updates=None)

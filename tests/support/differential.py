@@ -162,6 +162,7 @@ def _placing(place, params):
         sharding_strategy=place.strategy,
         outer_sharding_strategy=place.outer,
         reshard_after_forward=place.reshard,
+        reshard_after_backward=(lambda path: "matrix" not in path) if place.rests_whole else None,
         bucket_bytes=place.bucket_bytes,
         layers=layers_of(place) if place.stacked or place.gathered_in_model else None,
         communication=place.communication,

@@ -1,5 +1,6 @@
 """Copies run beside the model: the order of starts, products, waits and updates, by [Note: overlap]."""
 
+import itertools
 import re
 
 import jax
@@ -103,7 +104,7 @@ def test_gradients_are_sent_during_the_backward_pass(h200s, small_groups, wrappe
     # Those of the last block to finish, and of the embedding, are known at the end.
     assert len(sent) >= LAYERS and sum(i < last for i in sent) >= LAYERS - 1
     assert events.index("wait") > last
-    assert all("product" in events[a:b] for a, b in zip(sent[:-2], sent[1:-1], strict=True))
+    assert all("product" in events[a:b] for a, b in itertools.pairwise(sent[:-1]))
     assert not moved(text)
 
 
