@@ -36,7 +36,7 @@ import numpy as np
 from jdistadam.core import collectives
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.schedule import Phase
+from jdistadam.distributed.schedule import BucketSchedule, Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
@@ -267,10 +267,24 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
     return x
 
 
-def gather_in_place(phase: Phase, whole: jax.Array, dim: int) -> jax.Array:
-    """``gather_parameters`` of an array of which this device has written its shard."""
-    (gather,) = phase
-    return copies.gather_in_place(whole, dim=dim, places=gather.places)
+def gathered_params(
+    parallel: DataParallel, entry: BucketSchedule, new: jax.Array, is_whole: bool = False
+) -> jax.Array:
+    """Returns a bucket's new parameters in the form that devices hold between steps.
+
+    Args:
+      parallel: The axes.
+      entry: Its schedule.
+      new: This device's shard of them.
+      is_whole: Whether ``new`` has the shape of all, of which the shard is written.
+    """
+    bucket = entry.bucket
+    if is_whole:
+        (gather,) = entry.after_update
+        return copies.gather_in_place(new, dim=bucket.cut_dim, places=gather.places)
+    new = gather_parameters(entry.after_update, new, bucket.cut_dim)
+    equal = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
+    return collectives.to_invariant(new, equal)
 
 
 def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invarying") -> jax.Array:

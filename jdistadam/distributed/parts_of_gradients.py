@@ -10,11 +10,12 @@ import jax
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.guards import LossScaleState
 from jdistadam.distributed.accumulate import StepGrads
-from jdistadam.distributed.calls import make_calls
+from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.kernels.parts import Parts, sum_parts
+from jdistadam.kernels.operands import Operands, Scalars, Spec
+from jdistadam.kernels.parts import Cut, Parts, PartsResults, step_parts, sum_parts
 
 
 def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
@@ -33,8 +34,31 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
 
 def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
     """Whether that kernel writes new parameters into the whole array, which is gathered next."""
-    comm = config.policy.param_comm_dtype
-    return not bucket.is_sharded_param and comm in (None, bucket.dtype)
+    is_sent_as_is = config.policy.param_comm_dtype in (None, bucket.dtype)
+    return steps_on_parts(config, bucket) and is_sent_as_is and not bucket.is_sharded_param
+
+
+def step_on_parts(
+    config: DistributedConfig,
+    call: Call,
+    spec: Spec,
+    scalars: Scalars,
+    operands: Operands,
+    norm_scale: Any,
+) -> PartsResults:
+    """Makes a call of that kernel, whose gradients are parts that it adds, or their sums.
+
+    Returns:
+      The results; new parameters are whole if ``is_written_whole``.
+    """
+    return step_parts(
+        spec,
+        scalars,
+        operands,
+        cuts=[Cut(x.shard_shape, x.cut_dim, config.places) for x in call.buckets],
+        norm_scale=norm_scale,
+        is_whole=is_written_whole(config, call.buckets[0]),
+    )
 
 
 def added(

@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import collectives
-from jdistadam.core.codecs import FLOAT32, NOTHING
+from jdistadam.core.codecs import NOTHING
 from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
-from jdistadam.distributed.communication import gather_in_place, gather_parameters
+from jdistadam.distributed.communication import gathered_params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
-from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.norms import squares_request
-from jdistadam.distributed.parts_of_gradients import is_written_whole, steps_on_parts
-from jdistadam.distributed.schedule import BucketSchedule, Schedule
+from jdistadam.distributed.parts_of_gradients import is_written_whole, step_on_parts, steps_on_parts
+from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.store import Store, Taken
 from jdistadam.kernels import native
@@ -32,7 +30,6 @@ from jdistadam.kernels.operands import (
     keeping_main_params,
     new_params,
 )
-from jdistadam.kernels.parts import Cut, PartsResults, step_parts
 
 
 class ShardUpdate(NamedTuple):
@@ -93,9 +90,11 @@ def update_shards(
         static, rounding = _rounding_of(config, layout, call, state)
         spec, operands = _operands_of(config, call, grads, old, taken, static)
         if steps_on_parts(config, call.buckets[0]):
-            made = _step_on_parts(config, call, spec, scalars, operands, norm_scale)
+            made = step_on_parts(config, call, spec, scalars, operands, norm_scale)
             for i, new, found in zip(call.gathers, made.params, made.tiles, strict=True):
-                tiles[i], gathered[i] = found, _completed(config, schedule.buckets[i], new)
+                tiles[i] = found
+                is_whole = is_written_whole(config, buckets[i])
+                gathered[i] = gathered_params(config.parallel, schedule.buckets[i], new, is_whole)
             store.put(call, made.state)
             continue
         request = squares_request(config, layout, call.buckets)
@@ -109,35 +108,8 @@ def update_shards(
             parts[piece.bucket_index][piece.start or 0] = part
         for i in call.gathers:
             shards[i] = packing.joined(buckets[i], parts[i])
-            gathered[i] = _gathered(config.parallel, schedule.buckets[i], shards[i])
+            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], shards[i])
     return ShardUpdate(store.state(), shards, gathered, squares, tiles)
-
-
-def _step_on_parts(
-    config: DistributedConfig,
-    call: Call,
-    spec: Spec,
-    scalars: Scalars,
-    operands: Operands,
-    norm_scale: Any,
-) -> PartsResults:
-    """The kernel call of buckets whose gradients are parts that it adds, or their sums."""
-    cuts = [Cut(x.shard_shape, x.cut_dim, config.places) for x in call.buckets]
-    return step_parts(
-        spec,
-        scalars,
-        operands,
-        cuts=cuts,
-        norm_scale=norm_scale,
-        is_whole=is_written_whole(config, call.buckets[0]),
-    )
-
-
-def _completed(config: DistributedConfig, entry: BucketSchedule, new: jax.Array) -> jax.Array:
-    """A bucket's new parameters in the form that devices hold between steps."""
-    if is_written_whole(config, entry.bucket):
-        return gather_in_place(entry.after_update, new, entry.bucket.cut_dim)
-    return _gathered(config.parallel, entry, new)
 
 
 def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]) -> Any:
@@ -145,14 +117,6 @@ def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]
     if config.policy.main_params == FLOAT32 and bucket.has_main:
         return None
     return packing.state_shard(config.parallel, bucket, params, bucket.dtype)
-
-
-def _gathered(parallel: DataParallel, entry: BucketSchedule, shard: jax.Array) -> jax.Array:
-    """A bucket's new parameters in the form that devices hold between steps."""
-    bucket = entry.bucket
-    new = gather_parameters(entry.after_update, shard, bucket.cut_dim)
-    copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
-    return collectives.to_invariant(new, copies)
 
 
 def _operands_of(

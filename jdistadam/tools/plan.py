@@ -14,6 +14,7 @@ from jdistadam.checkpoint import parts
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.communication import Communication
 from jdistadam.distributed.config import DistributedConfig
@@ -21,7 +22,6 @@ from jdistadam.distributed.flat_arrays import STEPPED, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import DIGEST_SIZE
 from jdistadam.distributed.norms import holds_several
-from jdistadam.distributed.parts_of_gradients import is_written_whole, steps_on_parts
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.store import bytes_of_windows
@@ -224,9 +224,11 @@ def _buffers(
     is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
     if config.places:
         yield "mailboxes", (whole - inner) * sent
-        if config.takes_norm_first or not steps_on_parts(config, bucket):
+        if config.takes_norm_first or not parts_of_gradients.steps_on_parts(config, bucket):
             yield "reduced gradients", inner * 4  # their norm is needed before the update
-        if steps_on_parts(config, bucket) and is_written_whole(config, bucket):
+        if parts_of_gradients.steps_on_parts(
+            config, bucket
+        ) and parts_of_gradients.is_written_whole(config, bucket):
             if bucket.is_packed:
                 yield "gathered parameters", whole * itemsize
             return
