@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core.codecs import NOTHING
+from jdistadam.core.codecs import FLOAT32, NOTHING
 from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.communication import gathered_params
