@@ -23,6 +23,7 @@ from jdistadam.distributed.mesh_axes import DataParallel, axes_in, over_axes
 from jdistadam.distributed.model_axes import cut_twice
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, MeshError
+from jdistadam.training.overlap import with_overlap
 from jdistadam.training.train_state import TrainState
 
 _Region = Callable[[TrainState, Any], tuple[TrainState, Any]]
@@ -48,6 +49,8 @@ def over_devices(
     """
     if tx.config.has_model_axes:
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
+    if tx.config.places:
+        on_a_device = with_overlap(on_a_device)
     # Without vma checks: gradients of replicated params stay local, and models may use
     # primitives (Pallas, scans from a zero carry) that the check does not accept.
     return compat.shard_map(

@@ -28,7 +28,6 @@ from jdistadam.errors import HyperparameterError
 from jdistadam.training.early_updates import with_early_updates
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
 from jdistadam.training.loss import LossFunction, sum_over_devices
-from jdistadam.training.overlap import with_overlap
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.remembered import is_known, remember_params
 from jdistadam.training.train_state import TrainState
@@ -78,8 +77,6 @@ class StepProgram:
 
     def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         config = self.tx.config
-        if config.places:
-            return with_overlap(self._step)(state, batch)
         if not config.updates_early:
             return self._step(state, batch)
         lag = _LAG if config.parallel.num_devices > 1 else 1

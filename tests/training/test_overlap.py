@@ -182,3 +182,27 @@ def test_every_array_is_copied_once(cpu_mesh, wrapper):
     found = jda.audit(step, jda.TrainState.shapes(shapes(), tx), np.zeros((2 * N, 17), np.int32))
     assert {row.op for row in found.rows} == {"copied all-gather", "copied all-to-all"}
     assert all(row.passed or row.widened for row in found.rows), found
+
+
+@pytest.mark.parametrize("options", [ONCE, WHOLE], ids=["once", "whole"])
+def test_an_evaluation_gathers_during_the_forward_pass(h200s, cpu_mesh, small_groups, options):
+    def evaluation(mesh, means):
+        tx, _ = make(mesh, means, **options)
+        return tx, jda.eval_step(loss_of(lambda f: f), tx)
+
+    mesh = h200s(N)
+    tx, evaluate = evaluation(mesh, "peer")
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    tokens = jax.ShapeDtypeStruct((2 * N, 129), jnp.int32, sharding=rows)
+    state = jda.TrainState.shapes(shapes(), tx)
+    program = jax.jit(lambda state, tokens: evaluate(state, tokens))
+    events = events_of(program.lower(state, tokens).compile().as_text())
+    assert "gather" not in events[events.index("product") :]
+    assert events[events.index("product") :].count("wait") >= 2 * (LAYERS - 2)
+    losses = []
+    for means in ("xla", "peer"):
+        tx, evaluate = evaluation(cpu_mesh(N), means)
+        zeros = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes())
+        tokens = jda.shard_batch(np.arange(2 * N * 9, dtype=np.int32).reshape(2 * N, 9), tx)
+        losses.append(evaluate(jda.TrainState.create(zeros, tx), tokens)[0])
+    assert_trees_same_bits(*losses)
