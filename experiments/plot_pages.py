@@ -193,30 +193,35 @@ def _box(axes, left, right, low, text, color):
 
 def step_flow():
     """Boxes in the order of a step, over XLA's collectives and over peer memory."""
-    figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.3), layout="constrained")
+    backward = "backward pass:\ngradients of the\ndevice's batch"
     xla = {
-        "backward pass:\ngradients of the\ndevice's batch": GRAY,
+        backward: GRAY,
         "reduce-scatter:\nsum of the\ndevice's shard": LIGHT,
         "kernel: update of\nthe shard's state\nand parameters": BLUE,
         "all-gather:\nparameters to\nall devices": LIGHT,
     }
     places = [(2.5 * i, 2.5 * i + 2.1) for i in range(4)]
     for (left, right), (text, color) in zip(places, xla.items(), strict=True):
-        _box(axes, left, right, 2.0, text, color)
-    _box(axes, *places[0], 0, next(iter(xla)), GRAY)
-    text = (
-        "one kernel: sums its shard of the gradients of all devices,\n"
-        "updates the shard's state and parameters,\nwrites the parameters to all devices"
-    )
-    _box(axes, places[1][0], places[3][1], 0, text, BLUE)
-    arrows = [(a[1], b[0], 2.65) for a, b in itertools.pairwise(places)]
-    for start, end, height in [*arrows, (places[0][1], places[1][0], 0.65)]:
+        _box(axes, left, right, 3.6, text, color)
+    for one, other in itertools.pairwise(places):
         axes.annotate(
-            "", (end, height), (start, height), arrowprops=dict(arrowstyle="-|>", color="black")
+            "", (other[0], 4.25), (one[1], 4.25), arrowprops=dict(arrowstyle="-|>", color="black")
         )
-    axes.text(0, 3.4, "XLA's collectives", weight="bold")
-    axes.text(0, 1.4, "Peer memory", weight="bold")
-    axes.set(xlim=(-0.05, 9.65), ylim=(-0.1, 3.8))
+    _box(axes, 0, 4.4, 1.5, backward, GRAY)
+    _box(
+        axes,
+        4.6,
+        9.0,
+        1.5,
+        "kernels: add the parts, update\nthe shard's state and parameters",
+        BLUE,
+    )
+    _box(axes, 0.8, 4.6, 0, "copies: parts of gradients\nto the device that adds them", LIGHT)
+    _box(axes, 5.8, 9.6, 0, "copies: parameters\nto all devices", LIGHT)
+    axes.text(0, 5.0, "XLA's collectives", weight="bold")
+    axes.text(0, 2.9, "Peer memory", weight="bold")
+    axes.set(xlim=(-0.05, 9.65), ylim=(-0.1, 5.4))
     axes.axis("off")
     return figure
 

@@ -6,8 +6,8 @@ Needs no GPU: it reads the recorded runs, and fills in the tables of predict/REA
 not come from the rows that they predict:
 
 - rows of bench_step: the model's time is that of the floor, bandwidths are those of a copy and of
-  an all-gather, all measured in the same run, and that of loads and stores over links in another
-  one (peer_bound.cu); a step alone has no model;
+  an all-gather, all measured in the same run; a step alone has no model. Rows over peer memory are
+  left out: they were measured when a kernel read the gradients of all GPUs;
 - rows of train_lm: the rate of operations is that of one run of the same model, which is marked
   "fitted", and bandwidths are those of bench_step on two GPUs.
 """
@@ -39,10 +39,8 @@ RECORDED = RESULTS / "scaling_check/h200/default.json"
 DOCS = RESULTS.parent / "predict" / "README.md"
 STEPS = (
     "bench_step/h200_x2/default",
-    "bench_step/h200_x2/1_sequence",
-    "bench_step/h200_x2/4_micro_batches",
+    "bench_step/h200_x2/4_micro_batches_apart",
     "bench_step/h200_x2/alone",
-    "bench_step/h200_x2/scanned_options",
 )
 # For each model the run that gives the rate, and those that it predicts.
 SMALL = (
@@ -59,11 +57,11 @@ SCANNED = ("train_lm/h200_x4/scan/optim_grads", "train_lm/h200_x4/scan/optim_gra
 NO_MODEL = 1e-12  # seconds: a step alone
 NETWORK = 50e9  # bytes per second per GPU: a port of 400 Gbit/s each
 EXTRAPOLATED = {
-    "optim": ("optim", {}, None),
+    "optim": ("optim", set(), None),
     "optim, float32 sums": ("optim", {"float32sum"}, None),
-    "optim, replicas of 8": ("optim", {}, 8),
-    "optim_grads_params": ("optim_grads_params", {}, None),
-    "optim_grads_params, replicas of 8": ("optim_grads_params", {}, 8),
+    "optim, replicas of 8": ("optim", set(), 8),
+    "optim_grads_params": ("optim_grads_params", set(), None),
+    "optim_grads_params, replicas of 8": ("optim_grads_params", set(), 8),
 }
 
 
@@ -72,15 +70,9 @@ def read(name):
 
 
 def machine_of(run):
-    """A run of bench_step: its measured bandwidths, and those of kernels over the links."""
+    """The bandwidths that a run of bench_step measured."""
     rates = run["results"]["bytes_per_second"]
-    over_links = {x["work"]: x for x in read("peer_bound/h200_x2/default.json")["results"]["rows"]}
-    return Machine(
-        rates["copy"],
-        rates["all-gather"],
-        network_bandwidth=NETWORK,
-        peer_bandwidth=1e9 * over_links["loads and stores, kernel of 1056 blocks"]["gb_per_second"],
-    )
+    return Machine(rates["copy"], rates["all-gather"], network_bandwidth=NETWORK)
 
 
 def record(name, devices, row, measured_ms, **more):
@@ -137,6 +129,8 @@ def check_steps(name):
             in_train_step=not row.is_alone,
             devices=(n,),
         ).rows
+        if predicted.plan.communication.transport == "peer":
+            continue
         yield record(
             row.name,
             n,
@@ -282,7 +276,7 @@ def steps_table(found):
     )  # fmt: skip
     lines = (
         (
-            f"{r['name']}{' (2)' if r['run'] == STEPS[-1] else ''}",
+            r["name"],
             *_common(r),
             f"{r['above_model_measured_ms']:.2f}",
             f"{r['above_model_predicted_ms']:.2f}",

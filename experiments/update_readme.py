@@ -244,7 +244,7 @@ def step_table() -> str:
     )
     table = []
     rows = [(w, name, row) for w in STEP_WORKLOADS for name, row in step_rows(w).items()]
-    # The earlier run did not send gradients ahead over peer memory, unlike today's steps.
+    # The earlier run sent no gradients during the backward pass over peer memory.
     rows = [row for row in rows if row[:2] != ("unrolled-1 over XLA", "optim+float32sum")]
     for workload, name, row in rows:
         cells = (

@@ -15,7 +15,7 @@ from support.dtypes import dtypes
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments"))
-from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from predict.kernel_bytes import kernel_bytes
 from predict.machine import Machine, members_per_node
 from predict.scaling import scaling
 from predict.step_time import predict_step
@@ -180,66 +180,67 @@ def test_stacked_leaves_that_devices_hold_whole_are_reduced_at_the_end():
         np.testing.assert_allclose(time.exposed, whole + whole, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rate", [None, 3e7])
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_kernel_over_peer_memory_waits_for_the_slower_of_memory_and_links(clips, rate):
-    """1 Mi parameters on four devices, each a shard of 1/4 Mi."""
-    machine = dataclasses.replace(ROUND, peer_bandwidth=rate)
-    tx = make(numbers(4), SUMS, max_grad_norm=1.0 if clips else None)
-    (row,) = scaling(
-        shapes((1024, 1024)), lambda mesh: tx, machine, model_seconds=9.0, devices=(4,)
-    ).rows
-    assert row.plan.communication.transport == "peer"
-    sent = 1.5 * MIB  # of gradients ahead of the step; and the same of parameters within it
-    contributions, state, written, sums = 2 * MIB, 6 * MIB, 2 * MIB, MIB
-    if clips:
-        here = [contributions + sums, sums + state + written]
-    else:
-        here = [contributions + state + written]
-    np.testing.assert_allclose(row.time.kernels["peer step"], sum(here) / 1e9, rtol=1e-12)
-    np.testing.assert_allclose(row.time.collectives["collective-permute"], sent / 1e8, rtol=1e-12)
-    waiting = sent / (rate or 1e8) - here[-1] / 1e9
-    np.testing.assert_allclose(row.time.collectives["peer step"], waiting, rtol=1e-12)
-    np.testing.assert_allclose(row.time.exposed, sent / 1e8 + waiting, rtol=1e-12)
+PEERS = {  # what 1 Mi parameters on four devices, each with a shard of 1/4 Mi, read and write
+    None: {"update": 2 + 6 + 0.5},  # contributions, state, new parameters, in MiB
+    1.0: {"sum": 2 + 1, "update": 1 + 6 + 0.5},
+}
 
 
-def test_over_peers_the_last_of_several_micro_batches_sends_ahead():
-    means = distributed_adamw
-    (row,) = scaling(
-        shapes((1024, 1024)), lambda mesh: means(1e-3, mesh=mesh, policy=jda.MixedPrecisionPolicy(**SUMS)),
-        ROUND, model_seconds=9.0, accumulate_steps=2, devices=(4,),
-    ).rows  # fmt: skip
-    config = dataclasses.replace(
-        make(numbers(4), SUMS).config, communication=row.plan.communication
-    )
-    assert peer_kernel_bytes(config, scheduled(config, shapes((1024, 1024)), 2)) == [
-        (10 * MIB, 1.5 * MIB)
-    ]
-    assert set(row.time.kernels) == {"accumulate", "peer step"}
-    # The backward pass of the last one hides all but the first message, which is all of it.
-    np.testing.assert_allclose(row.time.collectives["collective-permute"], 1.5 * MIB / 1e8)
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_over_peers_nothing_is_sent_ahead_of_a_step_alone(clips):
-    """Gradients cross the links in the kernel; plan has no buffer for those that were received."""
-    tx = make(numbers(4), SUMS, max_grad_norm=1.0 if clips else None)
-    predict_it = functools.partial(
-        scaling, shapes((1024, 1024)), lambda mesh: tx, ROUND, model_seconds=9.0, devices=(4,)
-    )
-    (row,), (trained,) = predict_it(in_train_step=False).rows, predict_it().rows
-    contributions, state, written, sums = 2 * MIB, 6 * MIB, 2 * MIB, MIB
-    here = [contributions + sums, sums + state + written] if clips else [10 * MIB]
-    sent = [1.5 * MIB, 1.5 * MIB] if clips else [3 * MIB]
-    slowest = [max(x / 1e9, y / 1e8) for x, y in zip(here, sent, strict=True)]
-    np.testing.assert_allclose(row.time.step, 9.0 + sum(slowest), rtol=1e-12)
-    assert set(row.time.collectives) == {"peer step"}
+def over_peers(tree, clips=None, **kwargs):
+    tx = make(numbers(4), SUMS, max_grad_norm=clips)
+    (row,) = scaling(tree, lambda mesh: tx, ROUND, devices=(4,), **kwargs).rows
     assert {c.transport for c in row.plan.collectives} == {"peer"}
-    assert row.plan.bytes_sent == trained.plan.bytes_sent
-    received = set(trained.plan.buffers) - set(row.plan.buffers)
-    assert received == {"received contributions", "own contributions"}
-    over_xla = jda.plan(shapes((1024, 1024)), tx, in_train_step=False)
-    assert over_xla == jda.plan(shapes((1024, 1024)), tx)
+    return row.time
+
+
+@pytest.mark.parametrize("clips", [None, 1.0])
+def test_copies_over_peer_memory_run_beside_the_backward_pass_and_updates(clips):
+    time = over_peers(shapes((1024, 1024)), clips, model_seconds=9.0)
+    assert {k: round(v * 1e9 / MIB, 9) for k, v in time.kernels.items()} == PEERS[clips]
+    sent = 1.5 * MIB / 1e8
+    assert time.collectives == {"all-to-all": sent, "all-gather": sent}
+    # Each is one message: the exchange comes after the only gradient, the gather after its update.
+    np.testing.assert_allclose(time.exposed, 2 * sent, rtol=1e-12)
+    np.testing.assert_allclose(time.exposed_least, sent - PEERS[clips]["update"] * MIB / 1e9)
+
+
+def test_over_peer_memory_all_but_one_message_is_hidden():
+    """Eight leaves of 128 MiB; updates are slower than gathers, so that all but one are hidden."""
+    tree, one = shapes(*[(64 * MIB,)] * 8), 96 * MIB / 1e9
+    fast = functools.partial(over_peers, tree, model_seconds=300.0)
+    time = fast()
+    updates = time.kernels["update"]
+    np.testing.assert_allclose(updates, 8 * 34 * 16 * MIB / 1e9, rtol=1e-12)
+    np.testing.assert_allclose(time.exposed, 10 * one + max(80 * one - updates, 10 * one))
+    apart = fast(in_train_step=False)  # where nothing moves copies beside other work
+    np.testing.assert_allclose(apart.exposed, 160 * one, rtol=1e-12)
+    assert apart.kernels == time.kernels and apart.collectives == time.collectives
+
+
+def test_over_peer_memory_micro_batches_are_exchanged_once():
+    time = over_peers(shapes((1024, 1024)), model_seconds=9.0, accumulate_steps=2)
+    assert set(time.kernels) == {"accumulate", "update"}
+    np.testing.assert_allclose(time.collectives["all-to-all"], 1.5 * MIB / 1e8)
+
+
+def test_over_peer_memory_shards_are_gathered_beside_the_forward_pass_and_whole_leaves_after():
+    tree, one = shapes(*[(64 * MIB,)] * 8), 10 * 96 * MIB / 1e9
+    policy = jda.MixedPrecisionPolicy(**SUMS)
+    for is_whole, gathers in ((False, one), (True, None)):
+        tx = distributed_adamw(
+            1e-3,
+            mesh=numbers(4),
+            policy=policy,
+            sharding_strategy="optim_grads_params",
+            reshard_after_forward=False,
+            reshard_after_backward=lambda path, is_whole=is_whole: not is_whole,
+        )
+        (row,) = scaling(
+            tree, lambda mesh, tx=tx: tx, ROUND, devices=(4,), model_seconds=300.0
+        ).rows
+        time = row.time
+        expected = gathers or max(8 * one - time.kernels["update"], one)
+        np.testing.assert_allclose(time.exposed, one + expected, rtol=1e-12)
 
 
 def test_peer_memory_is_for_a_node_and_for_who_did_not_say_xla():
@@ -268,7 +269,6 @@ def test_peer_memory_is_for_a_node_and_for_who_did_not_say_xla():
         ("all-reduce", 8, 1, 4.0 + 0.1 + 2 * 7 * 0.02),  # and there and back
         ("all-to-all", 4, 4, 1.0 + 0.1 + 0.01),
         ("all-to-all", 8, 4, 4 * 4 / 7 + 0.1 + 0.02),  # 4 of 7 parts over the network
-        ("collective-permute", 8, 1, 4.0 + 0.1 + 0.02),
     ],
 )
 def test_time_of_a_collective_follows_the_formula(op, devices, per_node, expected):
@@ -365,7 +365,7 @@ def test_wrong_arguments_raise(changed, error, message):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("memory_bandwidth", 0), ("link_bandwidth", "fast"), ("network_bandwidth", -1.0), ("peer_bandwidth", 0), ("latency", -1),
+    [("memory_bandwidth", 0), ("link_bandwidth", "fast"), ("network_bandwidth", -1.0), ("latency", -1),
      ("link_hop", float("inf")), ("network_hop", None), ("devices_per_node", 2.0)],
 )  # fmt: skip
 def test_wrong_speeds_raise(name, value):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.parts_of_gradients import steps_on_parts
 from jdistadam.distributed.schedule import Schedule
 
 _FLOAT32 = 4  # bytes of the kernels' sums
@@ -15,7 +16,7 @@ _FLOAT32 = 4  # bytes of the kernels' sums
 def kernel_bytes(
     config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int = 1
 ) -> dict[str, int]:
-    r"""Returns the bytes that each kernel of a step over XLA reads and writes on one device.
+    r"""Returns the bytes that each kernel of a step reads and writes on one device.
 
     A device's shard has :math:`z` parameters. :math:`m` of them have main parameters of :math:`s`
     bytes. Gradients have :math:`g` bytes after the sum over devices, params :math:`p` bytes and
@@ -27,6 +28,9 @@ def kernel_bytes(
         norm         g z
         update       (g + 2 mu + 2 nu + p) z + 2 s m
                                          and p more if the parameter itself is read
+
+    Over peer memory the kernel that adds contributions also takes the norm, and the update adds
+    them itself, without "sum" and with n c in place of g, unless it needs the norm first.
 
     Casts, packing and copies are not counted.
 
@@ -52,12 +56,19 @@ def kernel_bytes(
         bucket = entry.bucket
         if accumulate_steps > 1:
             found["accumulate"] += accumulate_steps * _accumulated(config, schedule, bucket)
+        gradient = bucket.shard_size * reduced
+        adds_in_update = steps_on_parts(config, bucket) and not config.takes_norm_first
         for c in entry.reduce + entry.reduce_outer:
-            if c.op == "all-to-all":
-                received = c.elements * c.dtype.itemsize
+            if c.op != "all-to-all":
+                continue
+            received = c.elements * c.dtype.itemsize
+            if adds_in_update:
+                gradient = received
+            else:
                 found["sum"] += c.times * (received + c.elements // c.devices * reduced)
-        found["norm"] += bucket.shard_size * reduced
-        found["update"] += bucket.shard_size * (reduced + jnp.dtype(bucket.dtype).itemsize)
+        if not config.communication.is_peer:
+            found["norm"] += gradient
+        found["update"] += gradient + bucket.shard_size * jnp.dtype(bucket.dtype).itemsize
         found["update"] += state_bytes(config, bucket)
     return {name: size for name, size in found.items() if size}
 
@@ -80,29 +91,6 @@ def state_bytes(config: DistributedConfig, bucket: Bucket) -> int:
         codec = FLOAT32 if codec.is_coded and not bucket.is_coded else codec
         total += 2 * codec.nbytes(bucket.shard_size)
     return total
-
-
-def peer_kernel_bytes(config: DistributedConfig, schedule: Schedule) -> list[tuple[int, int]]:
-    """Returns for each kernel of a step over peer memory its bytes in memory and over links.
-
-    A kernel reads the contributions of all devices and the state, and writes the state and the
-    params of all devices. It reads gradients that were sent ahead from the device's own memory;
-    everything else goes over the links, equally in each direction. If a norm is needed first, a
-    first kernel writes float32 sums and a second one reads them.
-    """
-    contributions = state = written = sums = reduced = gathered = 0
-    for entry in schedule.buckets:
-        bucket = entry.bucket
-        whole = schedule.layout.whole_size(bucket)
-        contributions += whole * config.policy.comm_dtype.itemsize
-        state += state_bytes(config, bucket)
-        written += whole * jnp.dtype(bucket.dtype).itemsize
-        sums += bucket.shard_size * _FLOAT32
-        reduced += sum(c.bytes_sent for c in entry.reduce if c.transport == "peer")
-        gathered += sum(c.bytes_sent for c in entry.gather if c.transport == "peer")
-    if config.takes_norm_first:
-        return [(contributions + sums, reduced), (sums + state + written, gathered)]
-    return [(contributions + state + written, reduced + gathered)]
 
 
 def _accumulated(config: DistributedConfig, schedule: Schedule, bucket: Bucket) -> int:

@@ -13,8 +13,8 @@ from jdistadam.core.collectives import Axes
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.errors import HyperparameterError
 
-DIRECT = ("all-to-all", "collective-permute")
-"""Operations that send every part directly to its destination; others run in a ring."""
+DIRECT = "all-to-all"
+"""The operation that sends every part directly to its destination; others run in a ring."""
 
 
 def check_positive(name: str, value: Any, unit: str) -> None:
@@ -31,8 +31,8 @@ class Machine:
 
     Attributes:
       memory_bandwidth: Reads plus writes of a device's memory.
-      link_bandwidth: Bytes that collectives send from a device to others of its node, in one
-        direction.
+      link_bandwidth: Bytes that collectives, or copies, send from a device to others of its node,
+        in one direction.
       network_bandwidth: Bytes that a device sends to other nodes in one direction; None: there is
         one node.
       devices_per_node: How many devices a node has. Devices fill the nodes in the mesh's order.
@@ -40,8 +40,6 @@ class Machine:
         with its protocol "Simple".
       link_hop: One hop between devices of a node.
       network_hop: One hop between nodes.
-      peer_bandwidth: Bytes that a kernel loads from and stores to others of its node in one
-        direction; None: as much as collectives.
 
     Raises:
       HyperparameterError: A number is non-finite or not above 0 (hops and latency: below 0).
@@ -64,16 +62,14 @@ class Machine:
     latency: float = 8.4e-6
     link_hop: float = 3.4e-6
     network_hop: float = 9.6e-6
-    peer_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         """Checks every number."""
         check_count("devices_per_node", self.devices_per_node)
         for name in ("memory_bandwidth", "link_bandwidth"):
             check_positive(name, getattr(self, name), "bytes per second")
-        for name in ("network_bandwidth", "peer_bandwidth"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name), "bytes per second")
+        if self.network_bandwidth is not None:
+            check_positive("network_bandwidth", self.network_bandwidth, "bytes per second")
         for name in ("latency", "link_hop", "network_hop"):
             if getattr(self, name) != 0:
                 check_positive(name, getattr(self, name), "seconds, or 0")
@@ -104,7 +100,7 @@ class Machine:
             return 0.0
         network = self._network(devices) if devices > per_node else float("inf")
         nodes = -(-devices // per_node)
-        if op in DIRECT:
+        if op == DIRECT:
             there = sent * (devices - per_node) / (devices - 1)
             hop = self.link_hop if nodes == 1 else self.network_hop
             moving = max((sent - there) / self.link_bandwidth, there / network)

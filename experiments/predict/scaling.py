@@ -106,7 +106,7 @@ def scaling(
     :math:`P` parameters and a device's rate :math:`R`, its forward and backward pass take
     :math:`6 P T / R` seconds, or :math:`8 P T / R` if the backward pass rematerializes the forward
     pass: attention apart from its projections is not counted. The other phases:
-    ``jdistadam.tools.step_time``, and for collectives ``Machine.seconds``.
+    ``predict.step_time``, and for collectives ``Machine.seconds``.
 
     Assumed: no congestion and no stragglers; devices fill nodes in order; collectives that overlap
     the model slow neither each other nor the model; the batch and the host keep up; with
@@ -122,7 +122,7 @@ def scaling(
       model_seconds: Measured time of the forward and backward pass, instead of ``flops``.
       recomputes: Whether the backward pass rematerializes the forward pass (``jax.checkpoint``).
       accumulate_steps: As given to ``train_step``.
-      in_train_step: As in ``plan``.
+      in_train_step: As in ``predict_step``.
       devices: Numbers of devices.
       devices_per_replica: How many share the state in hybrid sharding; fewer devices are one
         replica.
@@ -161,12 +161,10 @@ def scaling(
     for n in devices:
         config = _config(make_tx(_mesh(n, devices_per_replica)), n, machine)
         whole = config.tensor_local(params)
-        schedule = config.schedule(
-            whole, accumulate_steps=accumulate_steps, in_train_step=in_train_step
-        )
+        schedule = config.schedule(whole, accumulate_steps=accumulate_steps)
         time = predict_step(
             config, schedule, machine, model_seconds,
-            accumulate_steps=accumulate_steps, recomputes=recomputes,
+            accumulate_steps=accumulate_steps, recomputes=recomputes, in_train_step=in_train_step,
         )  # fmt: skip
         planned = plan_of(config, schedule, accumulate_steps=accumulate_steps)
         rows.append(ScalingRow(n, time, planned, tokens and n * tokens / time.step))

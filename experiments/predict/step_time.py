@@ -12,10 +12,11 @@ overlap::
                              backward pass makes before its end: of leaves that are neither packed
                              nor stacked, and of layers that are gathered one by one. Sums over
                              micro-batches that are reduced once overlap only the last micro-batch's
-    nothing                  all others: gathers of new parameters, reductions of packed and of
-                             stacked leaves
+    updates                  gathers of new parameters over peer memory
+    nothing                  all others: gathers of new parameters over XLA, reductions of packed
+                             and of stacked leaves; in a custom loop all over peer memory
 
-If collectives of C seconds overlap a pass of W seconds, in E equal executions (micro-batches), the
+If collectives of C seconds overlap work of W seconds, in E equal executions (micro-batches), the
 exposed part, during which nothing else runs, is::
 
     least      max(0, C - W)                 everything that can be hidden is
@@ -24,12 +25,13 @@ exposed part, during which nothing else runs, is::
                                              reduction, after the last gradient
     most       C                             nothing is hidden
 
-The gathers of new parameters run beside the update of others (jdistadam/distributed/update.py).
-Both use the same memory, and little of their time is saved; the prediction saves nothing.
+Over XLA, gathers of new parameters run beside the update of others, too, but as kernels that use
+the same memory. Little of their time is saved; the prediction saves nothing.
 
 XLA merges collectives into messages: reduce-scatters and all-gathers up to MERGED_BYTES of results,
 as ``train_step`` asks, all-reduces up to 30 MiB. Results of a reduce-scatter are shards: on many
-devices all of them are one message, and nothing of it is hidden.
+devices all of them are one message, and nothing of it is hidden. Copies over peer memory start
+together up to TOGETHER_BYTES, and go directly to their destination.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from collections.abc import Sequence
 
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import MERGED_BYTES, BucketSchedule, Collective, Schedule
-from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from jdistadam.training.overlap import TOGETHER_BYTES
+from predict.kernel_bytes import kernel_bytes
 from predict.machine import DIRECT, Machine, members_per_node
 
 _MERGED_BY_XLA = 30 << 20  # XLA's own limit for all-reduces
@@ -99,13 +102,12 @@ def predict_step(
     *,
     accumulate_steps: int = 1,
     recomputes: bool = False,
+    in_train_step: bool = True,
 ) -> StepTime:
     r"""Predicts the time of one step.
 
-    Each kernel takes its bytes (``kernel_bytes``) over the memory's bandwidth. A kernel over peer
-    memory takes as long as its bytes in memory or those over links, whichever are slower; the
-    excess of links over memory counts as exposed. The forward pass is a third of ``model``, or a
-    quarter if the backward pass ``recomputes`` it.
+    Each kernel takes its bytes (``kernel_bytes``) over the memory's bandwidth. The forward pass is
+    a third of ``model``, or a quarter if the backward pass ``recomputes`` it.
 
     Args:
       config: ``tx.config``.
@@ -114,6 +116,8 @@ def predict_step(
       model: Seconds of the forward and backward passes of all micro-batches of a device.
       accumulate_steps: As given to ``train_step``.
       recomputes: Whether the backward pass rematerializes the forward pass.
+      in_train_step: Whether the step is one of ``train_step``, which alone moves copies over peer
+        memory beside other work.
 
     Example:
       >>> import jax, numpy as np
@@ -128,13 +132,16 @@ def predict_step(
       >>> f"{1e6 * found.step:.1f}, from {1e6 * found.least:.1f} to {1e6 * found.most:.1f}"
       '1058.0, from 1038.0 to 1058.0'
     """
-    kernels, waiting = _kernels(config, schedule, machine, accumulate_steps)
+    sizes = kernel_bytes(config, schedule, accumulate_steps=accumulate_steps)
+    kernels = {name: size / machine.memory_bandwidth for name, size in sizes.items()}
     forward = model / (4 if recomputes else 3)
     backward = (model - forward) / (1 if config.parallel.shards_grads else accumulate_steps)
-    windows = {"forward": forward, "backward": backward, "nothing": 0.0}
+    windows = {"forward": forward, "backward": backward, "updates": kernels.get("update", 0.0)}
+    windows["nothing"] = 0.0
     collectives: dict[str, float] = {}
-    least = expected = most = waiting
+    least = expected = most = 0.0
     for where, window in windows.items():
+        hidden = window if in_train_step or not config.communication.is_peer else 0.0
         total = alone = 0.0
         for phases in _phases(config, schedule, where, accumulate_steps):
             longest = 0.0
@@ -145,38 +152,20 @@ def predict_step(
                 total += seconds
                 longest = max(longest, one)
             alone += longest
-        least += max(0.0, total - window)
-        expected += min(total, max(total - window, alone))
+        least += max(0.0, total - hidden)
+        expected += min(total, max(total - hidden, alone))
         most += total
-    if waiting:
-        collectives["peer step"] = waiting
     collectives = {op: x for op, x in collectives.items() if x}
     return StepTime(model, kernels, collectives, expected, least, most)
-
-
-def _kernels(
-    config: DistributedConfig, schedule: Schedule, machine: Machine, accumulate_steps: int
-) -> tuple[dict[str, float], float]:
-    """Seconds of each kernel, and the excess time of links over memory."""
-    sizes = kernel_bytes(config, schedule, accumulate_steps=accumulate_steps)
-    waiting = 0.0
-    if config.communication.is_peer:
-        found = peer_kernel_bytes(config, schedule)
-        sizes = {k: sizes[k] for k in sizes if k == "accumulate"}
-        sizes["peer step"] = sum(here for here, _ in found)
-        over_links = machine.peer_bandwidth or machine.link_bandwidth
-        waiting = sum(
-            max(0.0, sent / over_links - here / machine.memory_bandwidth) for here, sent in found
-        )
-    return {name: size / machine.memory_bandwidth for name, size in sizes.items()}, waiting
 
 
 def _phases(
     config: DistributedConfig, schedule: Schedule, where: str, accumulate_steps: int
 ) -> tuple[list[Collective], list[Collective]]:
-    """Gathers and reductions over XLA that can overlap a pass, or nothing."""
+    """Gathers and reductions that can overlap a pass, updates or nothing."""
     gathers: list[Collective] = []
     reductions: list[Collective] = []
+    after_update = "updates" if config.communication.is_peer else "nothing"
     for entry in schedule.buckets:
         bucket = entry.bucket
         # Whole leaves are gathered once, before the loop over micro-batches.
@@ -185,13 +174,11 @@ def _phases(
             gathers += entry.gather
         if where == "backward":
             gathers += entry.gather_again
-        elif where == "nothing":
+        elif where == after_update:
             gathers += entry.after_update
         early, late = _reductions(config, schedule, entry, accumulate_steps)
-        reductions += {"forward": [], "backward": early, "nothing": late}[where]
-    return [c for c in gathers if c.transport == "xla"], [
-        c for c in reductions if c.transport == "xla"
-    ]
+        reductions += {"backward": early, "nothing": late}.get(where, [])
+    return gathers, reductions
 
 
 def _reductions(
@@ -227,10 +214,13 @@ def _time(
     first = group[0]
     per_node = members_per_node(config.parallel, first.axes, machine.devices_per_node)
     sizes = [float(c.bytes_sent) for c in group]
-    if first.op in DIRECT:
-        messages, largest = len(group), max(sizes)
-    else:
-        limit = _MERGED_BY_XLA if first.op == "all-reduce" else MERGED_BYTES
+    op, limit = first.op, MERGED_BYTES
+    if first.places:
+        op, limit = DIRECT, TOGETHER_BYTES
+    elif first.op == "all-reduce":
+        limit = _MERGED_BY_XLA
+    messages, largest = len(group), max(sizes)
+    if first.places or first.op != DIRECT:
         results = sum(c.result_elements for c in group) * first.dtype.itemsize
         messages = min(len(group), -(-results // limit))
         largest = max(max(sizes), sum(sizes) / messages)
@@ -238,9 +228,7 @@ def _time(
     alone = accumulate_steps if first.when == "layer" else first.times
 
     def seconds(sent: float, count: int) -> float:
-        return machine.seconds(
-            first.op, sent, devices=first.devices, per_node=per_node, messages=count
-        )
+        return machine.seconds(op, sent, devices=first.devices, per_node=per_node, messages=count)
 
     whole = seconds(sum(sizes), messages * first.times)
     return whole, seconds(largest * alone / first.times, alone)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from predict.kernel_bytes import kernel_bytes, peer_kernel_bytes
+from predict.kernel_bytes import kernel_bytes
 
 from jdistadam.tools import bench
 from step_bench.rows import STRATEGIES
@@ -62,26 +62,19 @@ def predict(row, setting, rates):
     """
     config = make_row_tx(row, setting.mesh).config
     micro = 1 if row.is_alone else row.workload.accumulate_steps
-    schedule = config.schedule(
-        bfloat16_shapes(setting.shapes), accumulate_steps=micro, in_train_step=not row.is_alone
-    )
+    schedule = config.schedule(bfloat16_shapes(setting.shapes), accumulate_steps=micro)
     phases = {}
     for c in schedule.collectives:
-        if c.transport == "xla" and c.bytes_sent:
-            seconds = c.bytes_sent / rates.get(c.op, rates["all-gather"])
-            phases[c.op] = phases.get(c.op, 0.0) + seconds
+        if c.bytes_sent:
+            phase = "peer copies" if c.transport == "peer" else c.op
+            seconds = c.bytes_sent / rates.get(phase, rates["all-gather"])
+            phases[phase] = phases.get(phase, 0.0) + seconds
     if row.variant == "annotated_fsdp" and "all-gather" in phases:
         phases["all-gather"] *= micro * (2 if _gathers_again(row) else 1)  # ours: once per step
-    if config.communication.is_peer:
-        phases["peer step"] = sum(
-            max(here / rates["copy"], sent / rates["all-gather"])
-            for here, sent in peer_kernel_bytes(config, schedule)
-        )
-    else:
-        sizes = kernel_bytes(config, schedule)
-        if row.variant not in STRATEGIES and "clip" not in row.modifiers:
-            del sizes["norm"]  # ours make a metric of it
-        phases |= {name: size / rates["copy"] for name, size in sizes.items()}
+    sizes = kernel_bytes(config, schedule)
+    if row.variant not in STRATEGIES and "clip" not in row.modifiers:
+        sizes.pop("norm", None)  # ours make a metric of it
+    phases |= {name: size / rates["copy"] for name, size in sizes.items()}
     return {name: 1e3 * seconds for name, seconds in phases.items()}
 
 

@@ -26,14 +26,16 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``block_positions.py``    Which blocks of a leaf a device has, for quantized state and random bits.
 ``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
                           few leaves, outside of ``jax.shard_map``.
-``communication.py``      The transport: XLA's collectives, or peer memory; runs the schedule.
+``communication.py``      The transport: XLA's collectives, or copies between the memory of
+                          devices; runs the schedule.
+``parts_of_gradients.py`` Gradients that arrived in parts: which are added before the update, and
+                          which in its kernel.
 ``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.
 ``verdict.py``            ``Verdict``: the norm, whether the step is skipped, the kernel's scalars.
 ``calls.py``              ``Call``: what one kernel call steps, where that is in the flat arrays,
                           what it waits for, what is gathered after it. Calls of the average.
 ``store.py``              ``Store``: the flat arrays during a step, wherever they are.
 ``update.py``             One kernel call after another, and gathers of new parameters.
-``peer_update.py``        Sum, update and gathers over peer memory, in one or two kernels.
 ``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
 ``flat_arrays.py``        ``Slot``: in which flat array a shard is, and where. Moments in codes.

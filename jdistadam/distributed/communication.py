@@ -194,7 +194,9 @@ def places(mesh: Any) -> tuple[int, ...]:
 def local_number(device: Any) -> int:
     """The number of a device within its process; for a nonexistent device, its id."""
     ordinal = getattr(device, "local_hardware_id", None)
-    return device.id if ordinal is None or ordinal < 0 else ordinal
+    if ordinal is None or ordinal < 0:
+        ordinal = getattr(device, "id", device)  # a number, from the command `plan`
+    return ordinal
 
 
 def sum_gradients(phases: Sequence[Phase], x: jax.Array, dim: int) -> jax.Array:

@@ -99,6 +99,8 @@ def distributed(
     reshard_after_forward=False  P / N   P                 P / N   grads, params
     ============================ ======= ================= ======= =======================
 
+    Parameters for which ``reshard_after_backward`` is False count as whole: P, not P / N.
+
     Args:
       tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also in ``inject_hyperparams``. It defines
         the formula and how moments are stored. If it leaves main_params_dtype open, main parameters
@@ -143,11 +145,12 @@ def distributed(
         ``nnx.get_partition_spec`` return one. ``train_step`` leaves these axes to XLA. In a
         ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
         such an axis must be the same along it.
-      communication: The transport of a step. "xla": XLA's collectives. "peer": one kernel that
-        reads the other GPUs' gradients, updates, and writes into their parameters, for GPUs (or
-        virtual CPU devices) of one process; raises if it is not supported, see
-        ``distributed/communication.py``. "auto": "peer" on GPUs if it is supported, which requires
-        ``grad_reduce_dtype=jnp.float32`` among others, else "xla". Both give the same bits.
+      communication: The transport of a step. "xla": XLA's collectives. "peer": copies from memory
+        to memory by the copy engines of GPUs, for GPUs (or virtual CPU devices) of one process.
+        ``train_step`` runs them beside the model and the updates. Raises if it is not supported.
+        "auto": "peer" on GPUs if it is supported, which requires ``grad_reduce_dtype=jnp.float32``
+        among others, and links that are fast enough; else "xla". Both give the same bits with
+        these sums. See docs/peer_memory.md.
       layers: For models that gather their layers themselves: a function of the path of a leaf, such
         as ``lambda path: "scan" if "layers" in path else None`` for ``params['layers']['w']``.
         "scan": the first dimension of the leaf is the layers, over which the model scans; shards

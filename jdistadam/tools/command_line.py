@@ -79,7 +79,9 @@ def make_parser() -> Parser:
         added.set_defaults(parser=added)
         return added
 
-    info = command("info", "print versions, devices, which kernels run, and why others do not")
+    info = command(
+        "info", "print versions, devices, speeds of links, which kernels run, and why others do not"
+    )
     _add_json(info)
     command("check", "take a step on each backend and compare it bit for bit with the reference")
     bench = command("bench", "time a step on this device against a copy and optax.adamw")

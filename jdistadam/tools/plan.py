@@ -105,8 +105,8 @@ def plan(
         is held, in whole arrays. Its mesh may be larger than this machine's if its devices come
         from ``jax.experimental.topologies``.
       accumulate_steps: As passed to ``train_step``.
-      in_train_step: Whether the step is one of ``train_step``. A custom training loop, or a step
-        alone, sends no gradients ahead over peer memory.
+      in_train_step: Whether the step is one of ``train_step``. The bytes are the same: a custom
+        training loop sends as much, only not beside other work.
 
     Returns:
       A ``Plan``, all in bytes per device; ``print`` shows it as two tables.

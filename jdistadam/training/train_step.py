@@ -69,9 +69,6 @@ _BLOCKS_APART = dict.fromkeys(_MERGED, 1)
 # Windows of a state in host memory are updated during the backward pass, as soon as their gradients
 # are summed.
 _FEWER_MERGED = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 64 << 20}
-# Gradients that are sent ahead to peers (distributed/schedule.py) leave all multiprocessors to the
-# backward pass.
-_BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 _PIPELINED = {
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
     "xla_gpu_enable_pipelined_all_gather": True,  # its name in jaxlib 0.10
