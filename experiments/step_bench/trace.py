@@ -19,7 +19,7 @@ PHASES = (
 _NCCL = {"ReduceScatter": "reduce-scatter", "AllGather": "all-gather", "AllReduce": "all-reduce"}
 _OURS = {
     "AdamKernel": "update",
-    "PeerKernel": "peer step",
+    "PartsKernel": "update",  # and sums before it
     "TileKernel": "norm",
     "FinalKernel": "norm",
     "SumKernel": "sum",
