@@ -711,7 +711,6 @@ ERRORS = [
     ("a plan of numbers", lambda: jda.plan({"w": 1}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int, expected float32"),
     ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.DtypeError, r"^params\.opt_state\.count: dtype cannot be used: got int32"),
     ("a plan of no micro-batches", lambda: jda.plan(PARAMS, tx(), accumulate_steps=0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 0"),
-    ("a plan of a step in a word", lambda: jda.plan(PARAMS, tx(), in_train_step="no"), jda.HyperparameterError, r"^in_train_step: not a bool: got 'no'"),
     ("a plan of micro-batches in float", lambda: jda.plan(PARAMS, tx(), accumulate_steps=2.5), jda.HyperparameterError, r"^accumulate_steps: out of range: got 2\.5"),
     ("an audit of a loss", lambda: jda.audit(loss_fn, state(), BATCH), jda.TreeError, r"^step: not a training step of this package: got function, expected what train_step returned\. Call audit\(train_step"),
     ("an audit of params", lambda: jda.audit(jda.train_step(loss_fn, tx()), PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),

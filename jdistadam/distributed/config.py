@@ -174,16 +174,14 @@ class DistributedConfig:
             )
         return not is_cut
 
-    def schedule(
-        self, whole: Params, *, accumulate_steps: int = 1, in_train_step: bool = True
-    ) -> Schedule:
+    def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
         """Returns the collectives of a step in order, with the layout; for unsharded params.
 
         It depends on their tree structure, shapes and dtypes, and is cached for these.
         """
         shapes = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in jax.tree.leaves(whole))
         treedef: Any = jax.tree.structure(whole)
-        key = treedef, shapes, accumulate_steps, in_train_step
+        key = treedef, shapes, accumulate_steps
         if key not in self._schedules:
             layout = self.layout(whole)
             schedule = make_schedule(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdistadam.checkpoint import parts
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_count, check_flag
+from jdistadam.core.arguments import check_count
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
@@ -91,7 +91,6 @@ def plan(
     tx: FusedTransformation,
     *,
     accumulate_steps: int = 1,
-    in_train_step: bool = True,
 ) -> Plan:
     r"""Returns the memory and traffic of a training step per device, before any array exists.
 
@@ -105,8 +104,6 @@ def plan(
         is held, in whole arrays. Its mesh may be larger than this machine's if its devices come
         from ``jax.experimental.topologies``.
       accumulate_steps: As passed to ``train_step``.
-      in_train_step: Whether the step is one of ``train_step``. The bytes are the same: a custom
-        training loop sends as much, only not beside other work.
 
     Returns:
       A ``Plan``, all in bytes per device; ``print`` shows it as two tables.
@@ -123,12 +120,9 @@ def plan(
         return _plan_of_one_program(params, tx)
     check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
-    check_flag("in_train_step", in_train_step)
     trees.check_dtypes(params, name="params")
     whole = tx.config.tensor_local(params)
-    schedule = tx.config.schedule(
-        whole, accumulate_steps=accumulate_steps, in_train_step=in_train_step
-    )
+    schedule = tx.config.schedule(whole, accumulate_steps=accumulate_steps)
     found = plan_of(tx.config, schedule, accumulate_steps=accumulate_steps)
     if is_distributed_state(tx.state_specs()):
         return found
