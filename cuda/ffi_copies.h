@@ -65,9 +65,11 @@ inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingA
     const auto source = GetBuffer(args, i), target = GetBuffer(rets, i);
     if (!source || !target) return Invalid("copies have too few arrays");
     const size_t from = source->size_bytes(), to = target->size_bytes(), rows = size_t(a.rows[i]);
+    if (a.rows[i] < 1 || a.rows[i] > INT32_MAX)
+      return Invalid("array " + std::to_string(i) + " of copies has too many rows, or none");
     const size_t parts = a.gathers && !a.in_place ? rows : rows * n, run = from / parts;
     const size_t expected = a.in_place ? from : a.gathers ? from * n : from / n * (n - 1);
-    if (a.rows[i] < 1 || from % parts != 0 || to != expected || (a.in_place && !a.gathers))
+    if (from % parts != 0 || to != expected || (a.in_place && !a.gathers))
       return Invalid("array " + std::to_string(i) + " of copies has a wrong size");
     if (a.in_place && DataOf(*source) != DataOf(*target))
       return Invalid("array " + std::to_string(i) + " of copies is not aliased with its operand");
