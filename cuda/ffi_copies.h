@@ -64,10 +64,12 @@ inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingA
   for (size_t i = 0; i < count; ++i) {
     const auto source = GetBuffer(args, i), target = GetBuffer(rets, i);
     if (!source || !target) return Invalid("copies have too few arrays");
+    if (a.rows[i] < 1 || a.rows[i] > INT64_MAX / int64_t(n))
+      return Invalid("array " + std::to_string(i) + " of copies has no or too many rows");
     const size_t from = source->size_bytes(), to = target->size_bytes(), rows = size_t(a.rows[i]);
     const size_t parts = a.gathers && !a.in_place ? rows : rows * n, run = from / parts;
     const size_t expected = a.in_place ? from : a.gathers ? from * n : from / n * (n - 1);
-    if (a.rows[i] < 1 || from % parts != 0 || to != expected || (a.in_place && !a.gathers))
+    if (from % parts != 0 || to != expected || (a.in_place && !a.gathers))
       return Invalid("array " + std::to_string(i) + " of copies has a wrong size");
     if (a.in_place && DataOf(*source) != DataOf(*target))
       return Invalid("array " + std::to_string(i) + " of copies is not aliased with its operand");
