@@ -64,6 +64,8 @@ inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingA
   for (size_t i = 0; i < count; ++i) {
     const auto source = GetBuffer(args, i), target = GetBuffer(rets, i);
     if (!source || !target) return Invalid("copies have too few arrays");
+    if (a.rows[i] < 1 || a.rows[i] > INT64_MAX / int64_t(n))
+      return Invalid("array " + std::to_string(i) + " of copies has no or too many rows");
     const size_t from = source->size_bytes(), to = target->size_bytes(), rows = size_t(a.rows[i]);
     if (a.rows[i] < 1 || a.rows[i] > INT32_MAX)
       return Invalid("array " + std::to_string(i) + " of copies has too many rows, or none");

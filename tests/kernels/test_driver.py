@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 
-import jax.ffi
 import pytest
 
 from support.paths import ROOT, TESTS
@@ -15,8 +14,7 @@ HOST = ["-std=c++17", "-g", "-DJDISTADAM_NO_CLONES", "-pthread", f"-I{CUDA}"]
 STRICT = ["-ffp-contract=off", "-fno-fast-math"]
 EXACTLY = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 KERNELS = {
-    "driver.cc": ("adam", "quantized", "squares", "norm", "sum"),
-    "meeting.cc": ("adam", "squares", "norm", "peer"),
+    "driver.cc": ("adam", "quantized", "squares", "norm", "sum", "parts"),
     "copies.cc": (),
 }
 FEW = ("--one-in", "31")  # of the many cases of Adam and of sums, which take most of the time
@@ -67,23 +65,6 @@ def test_address_and_undefined_behaviour_sanitizers_find_a_planted_bug_alone(tmp
 @pytest.mark.slow
 def test_thread_sanitizer_is_clean(tmp_path):
     run_to_success(build_with_sanitizer(tmp_path / "driver", "thread", "driver.cc"))
-
-
-@pytest.mark.slow
-def test_address_and_undefined_behaviour_sanitizers_are_clean_of_meetings(tmp_path):
-    run_to_success(build_with_sanitizer(tmp_path / "meeting", "address,undefined", "meeting.cc"))
-
-
-@pytest.mark.slow
-def test_meetings_of_devices_have_no_data_race(tmp_path):
-    """Loops, executions that take turns, devices that fail or do not come, steps in meetings.
-
-    A step without its second meeting is a race.
-    """
-    meeting = build_with_sanitizer(tmp_path / "meeting", "thread", "meeting.cc")
-    run_to_success(meeting)
-    done, output = run([meeting, "--plant"], env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
-    assert done.returncode != 0 and "data race" in output, output
 
 
 @pytest.mark.slow
@@ -184,45 +165,3 @@ def test_compute_sanitizer_sees_a_planted_bug(cuda_driver):
     command = [sanitizer(), "--tool", "memcheck", "--error-exitcode", "7"]
     done, output = run([*command, cuda_driver, "--exact", "--plant"])
     assert done.returncode != 0 and "Invalid" in output, output
-
-
-@pytest.fixture(scope="module")
-def peer_waits(tmp_path_factory):
-    """The handlers of CUDA with their kernel over peers, called without XLA."""
-    path = tmp_path_factory.mktemp("peers") / "peer_waits"
-    host = [f"-Xcompiler={flag}" for flag in ("-pthread", "-DJDISTADAM_NO_CLONES", *STRICT)]
-    kernels = [CUDA / f"{name}_cuda.cu" for name in ("peer", "norm")]
-    kernels += [CUDA / f"{name}_cpu.cc" for name in ("peer", "adam", "squares", "norm")]
-    include = [f"-I{CUDA}", f"-I{jax.ffi.include_dir()}"]
-    done, output = run(
-        [nvcc(), "-std=c++17", "-O2", "-lineinfo", "-arch=sm_90", *EXACTLY, *host, *include,
-         DRIVER / "peer_waits.cu", *kernels, "-o", path]
-    )  # fmt: skip
-    assert done.returncode == 0, output
-    return path
-
-
-@pytest.mark.slow
-def test_the_driver_of_peers_compiles(peer_waits):
-    assert peer_waits.exists()
-
-
-@pytest.mark.multigpu
-def test_late_gpus_are_waited_for(peer_waits):
-    """Each in turn, before its gradients, before its kernel, behind it, and its host thread."""
-    done, output = run([peer_waits])
-    assert done.returncode == 0 and "SUCCESS" in output, output
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("wait", ["ready", "done"])
-def test_without_a_wait_a_late_gpu_changes_bits(peer_waits, wait):
-    done, output = run([peer_waits, wait])
-    assert done.returncode == 1 and "late at place" in output, output
-
-
-@pytest.mark.multigpu
-def test_memcheck_of_steps_over_peers_is_clean(peer_waits):
-    command = [sanitizer(), "--tool", "memcheck", "--leak-check", "full", "--error-exitcode", "7"]
-    done, output = run([*command, peer_waits])
-    assert done.returncode == 0 and "SUCCESS" in output, output

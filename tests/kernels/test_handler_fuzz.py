@@ -12,7 +12,7 @@ SCRIPT = TESTS / "support" / "fuzz_handler.py"
 
 
 @pytest.mark.parametrize(
-    ("calls", "least"), [(360, 0), pytest.param(1500, 20, marks=pytest.mark.slow)]
+    ("calls", "least"), [(60, 0), pytest.param(400, 20, marks=pytest.mark.slow)]
 )
 def test_any_call_succeeds_or_raises(tmp_path, calls, least):
     """Wrong counts, dtypes, dimensions, sizes, offsets, attributes, missing ones, broken aliases."""

@@ -2,18 +2,19 @@
 //
 //   cd cuda
 //   g++ -std=c++17 -O1 -g -fsanitize=address,undefined -DJDISTADAM_NO_CLONES -ffp-contract=off
-//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc {adam,quantized,norm,sum}_cpu.cc
-//       -pthread -o /tmp/driver && /tmp/driver
+//       -fno-fast-math -I. ../tests/kernels/driver/driver.cc
+//       {adam,quantized,squares,norm,sum,parts}_cpu.cc -pthread -o /tmp/driver && /tmp/driver
 //   nvcc -x cu -std=c++17 -arch=native -fmad=false -DJDISTADAM_NO_CLONES -DJDISTADAM_DRIVER_CUDA
 //       -Xcompiler -ffp-contract=off -I. ../tests/kernels/driver/driver.cc
-//       {adam,quantized,norm,sum}_cpu.cc {adam,quantized,norm,sum}_cuda.cu -o /tmp/driver
+//       {adam,quantized,squares,norm,sum,parts}_{cpu.cc,cuda.cu} -o /tmp/driver
 //   compute-sanitizer --tool memcheck --error-exitcode 1 /tmp/driver --exact
 //
 // tests/kernels/test_driver.py does so.
 //
 // Every array stands between guard words, which must survive, as must every array that is only
-// read. The CUDA kernels must give the bits of the CPU kernels. With --exact there are no guards:
-// an array ends where its allocation ends, so that a checker sees the first byte beyond it.
+// read. The CUDA kernels must give the bits of the CPU kernels; a step on parts must give those of
+// a sum, a norm and a step of Adam. With --exact there are no guards: an array ends where its
+// allocation ends, so that a checker sees the first byte beyond it.
 // With --plant every leaf claims one element too many: the run must fail. With --one-in N one case
 // in N is run, of kernels with many.
 
@@ -27,6 +28,7 @@
 #include "adam_math.h"
 #include "driver_memory.h"
 #include "norm.h"
+#include "parts.h"
 #include "quantized.h"
 #include "sum.h"
 
@@ -47,11 +49,12 @@ uint32_t Random() {
 }
 
 // Bits of all kinds: half of the values moderate, the others whatever the bits say, NaN included.
-std::vector<char> RandomContent(size_t size, Dtype dtype, bool nonnegative = false) {
+std::vector<char> RandomContent(size_t size, Dtype dtype, bool nonnegative = false,
+                                bool is_moderate = false) {
   std::vector<char> content(size * ItemSize(dtype));
   for (size_t i = 0; i < size; ++i) {
     const float moderate = float(Random() % 20001) / 10000.0f - 1.0f;
-    float x = Random() % 2 ? moderate : FloatOf(Random());
+    float x = is_moderate || Random() % 2 ? moderate : FloatOf(Random());
     if (nonnegative) x = FloatOf(BitsOf(x) & 0x7fffffffu);
     if (dtype == Dtype::kBlock8) {
       content[i] = char(Random());
@@ -371,6 +374,190 @@ Contents RunSum(Dtype in, Dtype out, int contributions, const Contents& inputs, 
   return after;
 }
 
+struct Runs {
+  size_t rows, run;
+};
+
+struct PartsCase {
+  PartsWork work;
+  int32_t flags;
+  bool found_inf;
+  PartsDtypes dtypes;
+  int count, me;
+  bool is_out_whole;
+  size_t shift;
+  std::vector<Runs> shards;
+};
+
+struct PartsScalars : Scalars {
+  float norm_scale = 0.21f;
+};
+
+// The arrays of each leaf, in the order of PartsLeaf, and last all tiles. The norm of moderate
+// values is finite: it shows which tile has which sum.
+constexpr size_t kPartsArrays = 7;
+Contents RandomParts(const PartsCase& c, bool is_moderate) {
+  const PartsDtypes& t = c.dtypes;
+  const size_t n = size_t(c.count);
+  Contents contents;
+  size_t tiles = 0;
+  for (const Runs& shard : c.shards) {
+    const size_t size = shard.rows * shard.run;
+    const auto add = [&](size_t elements, Dtype dtype, bool nonnegative = false) {
+      contents.push_back(RandomContent(elements, dtype, nonnegative, is_moderate));
+    };
+    add(n * size, t.grad);
+    add((n - 1) * size, t.grad);
+    add(size, Dtype::kFloat32);
+    add(size, Dtype::kFloat32);
+    add(size, t.mu);
+    add(size, t.nu, true);
+    add(size * (c.is_out_whole ? n : 1), t.out);
+    tiles += NumNormTiles(size + planted);
+  }
+  contents.push_back(std::vector<char>(tiles * sizeof(TileNorm), 7));
+  return contents;
+}
+
+// They may hold any NaN.
+void MakeNansCanonical(std::vector<char>* tiles) {
+  for (size_t i = 0; i < tiles->size(); i += sizeof(TileNorm)) {
+    TileNorm tile;
+    std::memcpy(&tile, tiles->data() + i, sizeof tile);
+    tile.sum_of_squares = CanonicalNan(tile.sum_of_squares);
+    std::memcpy(tiles->data() + i, &tile, sizeof tile);
+  }
+}
+
+PartsCall PartsCallOf(const PartsCase& c, const std::vector<std::unique_ptr<Array>>& arrays) {
+  PartsCall call{};
+  call.work = c.work, call.flags = c.flags, call.dtypes = c.dtypes;
+  call.count = c.count, call.me = c.me, call.is_out_whole = c.is_out_whole;
+  call.tiles = reinterpret_cast<TileNorm*>(arrays.back()->data());
+  const bool is_step = c.work != PartsWork::kSum, has_parts = c.work != PartsWork::kStepOnSums;
+  for (size_t i = 0; i < c.shards.size(); ++i) {
+    const auto at = [&](size_t k, bool is_used) {
+      return is_used ? arrays[kPartsArrays * i + k]->data() : nullptr;
+    };
+    PartsLeaf leaf{};
+    leaf.own = at(0, has_parts), leaf.received = at(1, has_parts && c.count > 1);
+    leaf.sum = reinterpret_cast<float*>(at(2, c.work != PartsWork::kStep));
+    leaf.main = reinterpret_cast<float*>(at(3, is_step));
+    leaf.mu = at(4, is_step), leaf.nu = at(5, is_step), leaf.out = at(6, is_step);
+    leaf.size = c.shards[i].rows * c.shards[i].run + planted;
+    leaf.run = planted ? leaf.size : c.shards[i].run;
+    leaf.first_tile = call.num_tiles, leaf.group = int32_t(i % 2);
+    call.num_tiles += NumNormTiles(leaf.size);
+    call.leaves.push_back(leaf);
+  }
+  return call;
+}
+
+Contents RunParts(const PartsCase& c, const Contents& before, bool on_device) {
+  PartsScalars scalars;
+  scalars.found_inf = c.found_inf;
+  const Array rows(Bytes(scalars.rows), 0, on_device);
+  const Array inv_scale(Bytes(scalars.inv_scale), 0, on_device);
+  const Array norm_scale(Bytes(scalars.norm_scale), 0, on_device);
+  const Array found_inf(Bytes(scalars.found_inf), 0, on_device);
+  const PartsDtypes& t = c.dtypes;
+  const Dtype dtypes[kPartsArrays] = {t.grad, t.grad, Dtype::kFloat32, Dtype::kFloat32, t.mu,
+                                      t.nu,   t.out};
+  std::vector<std::unique_ptr<Array>> arrays;
+  for (size_t i = 0; i < before.size(); ++i) {
+    const size_t shift = i + 1 == before.size() ? 0 : c.shift * ItemSize(dtypes[i % kPartsArrays]);
+    arrays.push_back(std::make_unique<Array>(before[i], shift, on_device));
+  }
+  PartsCall call = PartsCallOf(c, arrays);
+  call.coefficients = reinterpret_cast<const float*>(rows.data());
+  call.inv_scale = reinterpret_cast<const float*>(inv_scale.data());
+  call.norm_scale = reinterpret_cast<const float*>(norm_scale.data());
+  call.found_inf = reinterpret_cast<const bool*>(found_inf.data());
+  if (on_device) {
+#ifdef JDISTADAM_DRIVER_CUDA
+    Check(PartsCuda(call, nullptr));
+    Check(cudaDeviceSynchronize());
+#endif
+  } else {
+    Pool pool;
+    PartsCpu(call, pool.threads());
+  }
+  Contents after;
+  for (const auto& array : arrays) after.push_back(array->Read("parts"));
+  MakeNansCanonical(&after.back());
+  return after;
+}
+
+// Calls copy(in the shard, in the leaf, bytes) for the runs of shard `me`.
+template <typename Copy>
+void ForRuns(const Runs& shard, int count, int me, size_t item, const Copy& copy) {
+  const size_t bytes = shard.run * item;
+  for (size_t row = 0; row < shard.rows; ++row)
+    copy(row * bytes, (row * size_t(count) + size_t(me)) * bytes, bytes);
+}
+
+// The parts of all devices, in sequence.
+std::vector<char> AllParts(const PartsCase& c, const Runs& shard, const std::vector<char>& own,
+                           const std::vector<char>& received) {
+  const size_t item = ItemSize(c.dtypes.grad), part = shard.rows * shard.run * item;
+  const auto middle = received.begin() + long(size_t(c.me) * part);
+  std::vector<char> parts(received.begin(), middle), mine(part);
+  ForRuns(shard, c.count, c.me, item, [&](size_t to, size_t from, size_t bytes) {
+    std::memcpy(mine.data() + to, own.data() + from, bytes);
+  });
+  parts.insert(parts.end(), mine.begin(), mine.end());
+  parts.insert(parts.end(), middle, received.end());
+  return parts;
+}
+
+// What RunParts must find, by the kernels of a sum, of a norm and of a step.
+Contents ExpectedParts(const PartsCase& c, Contents arrays) {
+  PartsScalars scalars;
+  const PartsDtypes& t = c.dtypes;
+  constexpr Dtype f = Dtype::kFloat32;
+  SumCall sum{t.grad, f, c.count, 0, {}};
+  NormTilesCall norm{f, &scalars.norm_scale, {}, 0, nullptr};
+  AdamCall adam{Mode::kStepAndCast,
+                c.flags,
+                {f, f, t.mu, t.nu, t.out},
+                1,
+                0,
+                reinterpret_cast<const float*>(scalars.rows),
+                &scalars.inv_scale,
+                &c.found_inf,
+                {}};
+  const size_t leaves = c.shards.size();
+  Contents parts(leaves), sums(leaves), outs(leaves);
+  for (size_t i = 0; i < leaves; ++i) {
+    const size_t size = c.shards[i].rows * c.shards[i].run;
+    const auto array = [&](size_t k) { return arrays[kPartsArrays * i + k].data(); };
+    parts[i] = AllParts(c, c.shards[i], arrays[kPartsArrays * i], arrays[kPartsArrays * i + 1]);
+    sums[i] = arrays[kPartsArrays * i + 2];
+    outs[i].resize(size * ItemSize(t.out));
+    sum.leaves.push_back({parts[i].data(), sums[i].data(), size});
+    norm.leaves.push_back({sums[i].data(), size, norm.num_tiles});
+    norm.num_tiles += NumNormTiles(size);
+    adam.leaves.push_back(
+        {sums[i].data(), array(3), array(4), array(5), outs[i].data(), size, int32_t(i % 2)});
+  }
+  norm.tiles = reinterpret_cast<TileNorm*>(arrays.back().data());
+  if (c.work != PartsWork::kStepOnSums) SumCpu(sum, kOneThread), NormTilesCpu(norm, kOneThread);
+  if (c.work != PartsWork::kSum) AdamCpu(adam, kOneThread);
+  MakeNansCanonical(&arrays.back());
+  for (size_t i = 0; i < leaves; ++i) {
+    if (c.work == PartsWork::kSum) {
+      arrays[kPartsArrays * i + 2] = sums[i];
+      continue;
+    }
+    const int count = c.is_out_whole ? c.count : 1, me = c.is_out_whole ? c.me : 0;
+    char* out = arrays[kPartsArrays * i + 6].data();
+    ForRuns(c.shards[i], count, me, ItemSize(t.out), [&](size_t from, size_t to, size_t bytes) {
+      std::memcpy(out + to, outs[i].data() + from, bytes);
+    });
+  }
+  return arrays;
+}
+
 // Runs on the CPU and, where it is compiled in, on the GPU: the bits must be the same.
 template <typename Run>
 void Compare(const std::string& name, const Run& run) {
@@ -489,6 +676,66 @@ void RunAllLists() {
   }
 }
 
+void RunPartsCase(const PartsCase& c) {
+  if (!IsNext()) return;
+  const Contents before = RandomParts(c, Random() % 2 == 0);
+  Compare("parts", [&](bool on_device) {
+    Contents after = RunParts(c, before, on_device);
+    if (!on_device && after != ExpectedParts(c, before))
+      Fail("parts: the bits are not those of a sum, a norm and a step");
+    return after;
+  });
+}
+
+// Runs that are and are not whole vectors; shards around a row, a tile, and a task of the CPU.
+const std::vector<Runs> kShards = {{1, 1},    {3, 1},    {2, 2},    {2, 4},    {1, 7},
+                                   {5, 12},   {3, 31},   {1, 128},  {1, 1025}, {7, 73},
+                                   {2, 4096}, {1, 8193}, {2, 4099}, {4, 4100}};
+
+void RunAllParts() {
+  const PartsDtypes combinations[] = {{F, F, F, F}, {F, F, F, B}, {B, F, F, B}, {B, B, B, B},
+                                      {H, F, B, H}, {F, H, F, H}, {B, F, H, F}};
+  for (const size_t shift : {0, 1, 3}) {
+    for (const PartsWork work : {PartsWork::kSum, PartsWork::kStep, PartsWork::kStepOnSums}) {
+      for (const PartsDtypes& t : combinations) {
+        for (const int count : {1, 2, 3, 4, 5, 8}) {
+          const int32_t flags = Random() % 2 ? 0 : Random() % 2 ? kAllFlags : kNesterov;
+          const bool found_inf = Random() % 4 == 0, is_out_whole = Random() % 2 == 0;
+          const int me = int(Random() % uint32_t(count));
+          RunPartsCase({work, flags, found_inf, t, count, me, is_out_whole, shift, kShards});
+        }
+      }
+    }
+  }
+  for (const size_t leaves : {352, 353, 354, 710}) {  // around the tables' capacity
+    std::vector<Runs> shards;
+    for (size_t i = 0; i < leaves; ++i) shards.push_back({1 + Random() % 3, 1 + Random() % 20});
+    for (const PartsWork work : {PartsWork::kSum, PartsWork::kStep, PartsWork::kStepOnSums})
+      RunPartsCase({work, 0, false, {B, F, F, B}, 4, int(leaves % 4), true, 0, shards});
+  }
+}
+
+// Shards without memory: of 2^32 elements and more as well.
+void CheckWholeIndex() {
+  for (const size_t size :
+       {size_t{12}, size_t{3} << 30, (size_t{1} << 32) - 4, size_t{1} << 32, size_t{9} << 40}) {
+    for (const size_t rows : {1, 2, 4}) {
+      const size_t run = size / rows;
+      for (const int count : {1, 3, 64}) {
+        for (const int me : {0, count / 2, count - 1}) {
+          for (const size_t row : {size_t{0}, rows / 2, rows - 1}) {
+            for (const size_t column : {size_t{0}, run / 3, run - 1}) {
+              const size_t want = (row * size_t(count) + size_t(me)) * run + column;
+              if (WholeIndex(run * rows, run, count, me, row * run + column) != want)
+                Fail("WholeIndex of a shard of " + std::to_string(size));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 #ifdef JDISTADAM_DRIVER_CUDA
 // The hardware's conversions against dtype.h for all 2^32 floats but NaN.
 __global__ void CompareConversions(uint32_t first, unsigned long long* wrong) {
@@ -534,6 +781,8 @@ int main(int argc, char** argv) {
   RunAllAdam();
   RunAllQuantized();
   RunAllLists();
+  CheckWholeIndex();
+  RunAllParts();
 #ifdef JDISTADAM_DRIVER_CUDA
   if (!exact) CompareAllConversions();  // minutes under a checker
 #endif
