@@ -119,6 +119,21 @@ class CopyJob {
   // A device could not, and what it had enqueued is done.
   void HasGivenUp(const std::string& why) { Settle(why); }
 
+  // Whether a device's arrays have the sizes of those that others have posted.
+  bool Fits(const CopyVisitor& who, const Post& post) const {
+    if (who.count != count()) return false;
+    for (int p = 0; p < count(); ++p) {
+      const auto same = [](const CopyArray& a, const CopyArray& b) {
+        return a.rows == b.rows && a.run == b.run && a.pitch == b.pitch;
+      };
+      const std::vector<CopyArray>& other = posts[p].arrays;
+      if (has_posted[p] && !std::equal(other.begin(), other.end(), post.arrays.begin(),
+                                       post.arrays.end(), same))
+        return false;
+    }
+    return true;
+  }
+
   void Fail(const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (why_.empty()) why_ = why;
@@ -214,6 +229,11 @@ class CopyBoard {
     JobPointer& open = gathering_[key];
     if (!open) open = std::make_shared<Job>(who, is_gather);
     const JobPointer job = open;
+    if (!job->Fits(who, post)) {
+      FailLocked(who.run, FailureOf(who.me, "its copies are not those of the other devices"));
+      *why = failures_[who.run];
+      return nullptr;
+    }
     for (const CopyArray& array : post.arrays) started_[{who.me, who.run, array.target}] = job;
     job->posts[who.me] = std::move(post);
     job->has_posted[who.me] = true;

@@ -119,6 +119,8 @@ ffi::Error PostCopies(Board& board, const CopyVisitor& who, bool gathers,
   return ffi::Error::Success();
 }
 
+constexpr int64_t kMaxLimitSeconds = 7 * 24 * 3600;  // far from the overflow of a clock
+
 inline ffi::Error ProcessIsForked() {
   return ffi::Error::Internal(
       "jdistadam: copies between devices cannot start in a process that was forked from one with "
@@ -145,7 +147,9 @@ auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitA
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return WaitIsOver(context, who, ProcessIsForked());
   std::string why;
-  const ffi::Error error = CheckTargets(args, rets);
+  ffi::Error error = CheckTargets(args, rets);
+  if (error.success() && (a.limit_seconds < 1 || a.limit_seconds > kMaxLimitSeconds))
+    error = Invalid("limit_seconds must be positive, and at most a week");
   if (error.failure()) why = FailureOf(who.me, error.message());
   const auto job = why.empty() ? board.Finish(who, DataOf(*GetBuffer(rets, 0)), &why) : nullptr;
   if (job == nullptr) return WaitIsOver(context, who, LeaveCopies(board, who, why));

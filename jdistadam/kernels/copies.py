@@ -76,7 +76,7 @@ def _copied(
     in_place: bool = False,
 ) -> jax.Array:
     """Starts a copy and waits for it."""
-    devices = np.asarray(places, np.int64)
+    devices, source = np.asarray(places, np.int64), native.unfused(source)
     with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
         start = jax.ffi.ffi_call(START, [target], input_output_aliases=_aliases(in_place, 1))
         (started,) = start(
@@ -90,7 +90,7 @@ def _copied(
         wait = jax.ffi.ffi_call(WAIT, [target], input_output_aliases={0: 0})
         sources = () if in_place else (source,)
         (arrived,) = wait(started, *sources, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS))
-    return arrived
+    return native.unfused(arrived)
 
 
 def _aliases(in_place: bool, count: int) -> dict[int, int]:

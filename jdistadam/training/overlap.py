@@ -93,7 +93,7 @@ class _Evaluation:
                 self._run(i)
                 self._run_ready()
         for i in range(self._end, len(self._eqns)):  # in the order of sums and updates
-            if not self._is_wait[i]:
+            if self._is_anchor[i]:
                 self._run(i)
                 self._run_ready()
         self._start_together()

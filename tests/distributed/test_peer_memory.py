@@ -344,15 +344,16 @@ def test_peer_memory_on_gpus_gives_the_bits_of_float32_sums_over_xla(setting):
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("strategy", ["gathered once", "some whole"])
-def test_every_strategy_on_gpus_gives_the_same_bits(strategy):
-    """XLA compiles the loss of a gathered parameter alike under both transports here."""
+def test_parameters_that_rest_as_shards_get_the_same_bits_on_gpus(strategy):
+    """The loss itself is a sum, in the order of the fusion that XLA chose for each program."""
     gpus = jax.devices("gpu")
     mesh = jax.make_mesh((len(gpus),), ("data",), devices=gpus)
     options = STRATEGIES[strategy] | dict(max_grad_norm=1.0)
-    one, two = (
-        trained(mesh, means, "bfloat16", "bfloat16", **options) for means in ("xla", "peer")
-    )
-    assert_trees_same_bits(two, one)
+    found = []
+    for means in ("xla", "peer"):
+        state, metrics = trained(mesh, means, "bfloat16", "bfloat16", **options)
+        found.append((state, [x["grad_norm"] for x in metrics]))
+    assert_trees_same_bits(*found)
 
 
 @pytest.mark.multigpu

@@ -162,3 +162,24 @@ def test_after_a_failure_others_work(monkeypatch):
     monkeypatch.setattr(copies, "LIMIT_SECONDS", 1)
     test_a_device_that_is_not_asked_fails()
     test_values_are_those_of_collectives(4, (48, 7), 0, jnp.float32)
+
+
+def test_devices_that_copy_other_arrays_fail():
+    """As if one device ran another program."""
+
+    def started(x):
+        target = native.type_like(x, (1, x.shape[0] // 2, x.shape[1]), x.dtype)
+        return jax.ffi.ffi_call(copies.START, [target])(
+            x,
+            devices=np.asarray((0, 1), np.int64),
+            gathers=np.bool_(False),
+            in_place=np.bool_(False),
+            rows=np.asarray([1], np.int64),
+            site=np.int64(-1),
+        )[0].sum()
+
+    def local(x):
+        is_last = lax.axis_index("d") == 1
+        return lax.cond(is_last, lambda: started(x[0, :2]), lambda: started(x[0]))[None]
+
+    failing(local, "its copies are not those of the other devices")

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.kernels import copies, native
+from jdistadam.tools import hlo
 from jdistadam.training.overlap import with_overlap
 from support.bits import assert_trees_same_bits
 
@@ -103,7 +104,8 @@ def call_again(eqn, *values, **changed):
 def exchange_in_parts(x, n):
     """Returns a start and a wait of an exchange."""
     whole = functools.partial(copies.exchange, dim=0, places=tuple(range(n)))
-    start, wait = jax.make_jaxpr(whole)(x).eqns
+    eqns = jax.make_jaxpr(whole)(x).eqns
+    start, wait = [eqn for eqn in eqns if eqn.primitive.name == "ffi_call"]
     return functools.partial(call_again, start), functools.partial(call_again, wait)
 
 
@@ -271,6 +273,22 @@ def layer_by_layer(layer, x, shards):
     return lax.scan(lambda x, shard: (layer(x, shard), None), x, shards)[0]
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_no_call_of_a_scan_takes_a_slice(h200s, around):
+    """Otherwise a wait would return another array than it takes: native.unfused."""
+    mesh = h200s(4, names=("d",))
+    sharding = NamedSharding(mesh, P("d"))
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=sharding)
+    loss = scaled_loss(mesh, around)
+    local = lambda shards, x: jax.grad(loss)(shards[0], x[0])[None]  # noqa: E731
+    mapped = compat.shard_map(
+        local, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False
+    )
+    text = jax.jit(mapped).lower(like((4, 3, 4, 16)), like((4, 5, 16))).compile().as_text()
+    calls = [name for name, line in hlo.instructions(text) if "jdistadam_copy" in line]
+    assert len(calls) >= 4 and not any("fusion" in name for name in calls)
+
+
 Counts = collections.namedtuple("Counts", ["gathers", "exchanges"])
 
 TRANSFORMED = {
@@ -315,9 +333,9 @@ def test_transformations_keep_values_and_starts(mesh, name, overlaps):
     for start in starts:  # several may travel together
         kinds["gathers = true" in start] += int(re.search(r"rows = .*?<(\d+)xi64>", start)[1])
     found = Counts(kinds[True], kinds[False])
-    # XLA for CPUs drops the barriers of a checkpoint: recomputed copies are the first ones, entirely.
-    merged = want._replace(gathers=layers) if not (is_scan or overlaps) else want
-    assert found in (want, merged)
+    # XLA drops barriers of a checkpoint: some recomputed copies are the first ones, entirely.
+    least = want.gathers if is_scan or overlaps else layers
+    assert least <= found.gathers <= want.gathers and found.exchanges == want.exchanges
     assert program.as_text().count(f'custom_call_target="{copies.WAIT}"') == sum(found)
 
 

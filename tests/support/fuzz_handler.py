@@ -150,7 +150,7 @@ def copies_calls(draw):
     wait = dict(
         name="copy_wait", operands=[*targets, *([] if in_place else sources), *order],
         results=list(targets), aliases={i: i for i in range(len(rows))},
-        attributes=dict(devices=devices, limit_seconds=np.int64(0)),
+        attributes=dict(devices=devices, limit_seconds=np.int64(1)),
         start=None if kind == "no start" else start,
     )  # fmt: skip
     return with_mistakes(draw, wait)
@@ -483,6 +483,7 @@ def check_start(call):
 def check_wait(call):
     """After its start; of the devices only the place of this one is read."""
     assert call["start"] is not None and call["attributes"]["devices"][0] == 0, call
+    assert 1 <= call["attributes"]["limit_seconds"] <= 7 * 24 * 3600, call
     assert_aliased(call)
 
 
@@ -613,7 +614,7 @@ def program_of(call):
     """The call alone; a wait after its start; a start before a wait."""
     if call["name"] == "copy_start":
         aliases = {i: i for i in range(len(call["results"]))}
-        attributes = dict(devices=np.asarray([0], np.int64), limit_seconds=np.int64(0))
+        attributes = dict(devices=np.asarray([0], np.int64), limit_seconds=np.int64(1))
         wait = dict(
             name="copy_wait", results=call["results"], aliases=aliases, attributes=attributes
         )
