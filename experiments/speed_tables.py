@@ -180,6 +180,40 @@ def sharded_state() -> str:
     return markdown.table(columns, table)
 
 
+COPIES = (  # GPUs, record, variant, its name
+    (4, "h100_x4/copies", "floor", "forward and backward pass, no optimizer"),
+    (4, "h100_x4/copies", "annotated_zero1+first_dim", "annotations (ZeRO-1)"),
+    (4, "h100_x4/copies", "annotated_fsdp+first_dim", "annotations (FSDP)"),
+    (4, "h100_x4/copies", "optim", '"optim", sums in bfloat16, over XLA'),
+    (4, "h100_x4/copies", "optim+float32sum", '"optim"'),
+    (4, "h100_x4/copies", "whole_6", "gathered once, embedding and 6 of 24 blocks whole"),
+    (2, "h100_x2/copies", "floor", "forward and backward pass, no optimizer"),
+    (2, "h100_x2/copies", "annotated_zero1+first_dim", "annotations (ZeRO-1)"),
+    (2, "h100_x2/before_copies", "optim+float32sum", '"optim", an earlier kernel over both GPUs'),
+    (2, "h100_x2/copies", "optim+float32sum", '"optim"'),
+    (2, "h100_x2/copies", "whole_6", "gathered once, embedding and 6 of 24 blocks whole"),
+)
+
+
+def copies() -> str:
+    """One line for each way to step over copies; a column for each workload."""
+    table = []
+    for gpus, record, variant, name in COPIES:
+        if variant == "whole_6":
+            variant = "optim_grads_params+gathered_once+float32sum+whole_6"
+        cells, memory = [], "-"
+        for group in ("unrolled-8", "unrolled-1"):
+            rows = group_rows(f"bench_step/{record}", group)
+            for clip in ("", "+clip"):
+                row = rows.get(variant + clip)
+                cells.append(f"{row['ms']:.1f} ({row['ratio_to_floor']:.3f})" if row else "-")
+            if group == "unrolled-8":
+                memory = f"{rows[variant]['temporary_bytes'] / 1e9:.1f}"
+        table.append((f"{gpus}", name, *cells, memory))
+    columns = ("GPUs", "training step", "8 sequences", "clipped", "1 sequence", "clipped")
+    return markdown.table((*columns, "temporary GB, 8 sequences"), table)
+
+
 def wrappers() -> str:
     """One line for each wrapper of bench_wrappers.json; a column for each way to call it."""
     rows = {row["name"]: row for row in _results("bench_wrappers/h100/default")["rows"]}

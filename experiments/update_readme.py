@@ -305,6 +305,7 @@ TABLES = {
     "many_leaves": many_leaves_table,
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
+    "copies": speed_tables.copies,
     "wrappers": speed_tables.wrappers,
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,
