@@ -93,11 +93,11 @@ class _Evaluation:
                 self._run(i)
                 self._run_ready()
         for i in range(self._end, len(self._eqns)):  # in the order of sums and updates
-            if self._is_anchor[i]:
+            if self._is_anchor[i] or self._eqns[i].effects:
                 self._run(i)
                 self._run_ready()
         self._start_together()
-        if self._pending:  # the last waits wait for all starts
+        if self._last is not None:  # for which the last waits wait: they wait for all starts, too
             self._tie([self._last, *self._pending])
         self._demand(self._jaxpr.outvars)
         return values_of(self._jaxpr.outvars, self._known)
@@ -113,6 +113,7 @@ class _Evaluation:
             is_lazy = self._is_wait[i] or (
                 not (self._is_anchor[i] or self._is_start[i])
                 and (i >= self._end or (bool(used & lazy) and used <= lazy | arguments))
+                and not (i < self._end and eqn.effects)
             )
             lazy |= set(eqn.outvars) if is_lazy else set()
             found.append(is_lazy)

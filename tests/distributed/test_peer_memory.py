@@ -156,6 +156,20 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_an_evaluation_without_products_gives_the_bits_of_xla(cpu_mesh, strategy):
+    """Nothing is there for copies to overlap."""
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    losses = []
+    for means in ("xla", "peer"):
+        tx = distributed_adamw(
+            1e-3, mesh=cpu_mesh(4), policy=policy, communication=means, **STRATEGIES[strategy]
+        )
+        state = jda.TrainState.create(random_params(), tx)
+        losses.append(jda.eval_step(loss_fn, tx)(state, np.ones((8, 3), np.float32)))
+    assert_trees_same_bits(*losses)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_plan_and_audit_know_the_transport(cpu_mesh, strategy):
     """Every gradient is exchanged by copies, every parameter is gathered by copies, once."""
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")

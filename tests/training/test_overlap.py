@@ -206,3 +206,23 @@ def test_an_evaluation_gathers_during_the_forward_pass(h200s, cpu_mesh, small_gr
         tokens = jda.shard_batch(np.arange(2 * N * 9, dtype=np.int32).reshape(2 * N, 9), tx)
         losses.append(evaluate(jda.TrainState.create(zeros, tx), tokens)[0])
     assert_trees_same_bits(*losses)
+
+
+def test_effects_on_gathered_parameters_and_after_the_last_product_happen(cpu_mesh):
+    seen = []
+
+    def loss(params, tokens):
+        jax.debug.callback(lambda x: seen.append("parameters"), params["b1"]["up"].sum())
+        found = loss_of(lambda f: f)(params, tokens)
+        jax.debug.callback(lambda x: seen.append("loss"), found)
+        return found
+
+    tx, _ = make(cpu_mesh(N), **ONCE)
+    zeros = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), shapes())
+    state = jda.TrainState.create(zeros, tx)
+    tokens = jda.shard_batch(np.arange(2 * N * 9, dtype=np.int32).reshape(2 * N, 9), tx)
+    for run in (jda.eval_step(loss, tx), jda.train_step(loss, tx)):
+        seen.clear()
+        jax.block_until_ready(run(state, tokens))
+        jax.effects_barrier()
+        assert sorted(seen) == ["loss"] * N + ["parameters"] * N
