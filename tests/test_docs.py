@@ -101,7 +101,16 @@ RECORDS = sorted(str(x.relative_to(RESULTS)) for x in RESULTS.glob("*/*/*"))
 def test_records_are_named_by_experiment_hardware_and_variant():
     assert all(x.is_dir() for pattern in ("*", "*/*") for x in RESULTS.glob(pattern))
     hardware = {x.parts[1] for x in map(pathlib.PurePath, RECORDS)}
-    assert hardware <= {"cpu", "h100", "h100_x2", "h200", "h200_x2", "h200_x4", "h200_x8"}
+    assert hardware <= {
+        "cpu",
+        "h100",
+        "h100_x2",
+        "h100_x4",
+        "h200",
+        "h200_x2",
+        "h200_x4",
+        "h200_x8",
+    }
 
 
 @pytest.mark.parametrize("name", RECORDS)
