@@ -98,15 +98,6 @@ def _aliases(in_place: bool, count: int) -> dict[int, int]:
     return {i: i for i in range(count)} if in_place else {}
 
 
-def wait_after(eqn: Any, values: list[Any], last: Any) -> list[jax.Array]:
-    """Evaluates the traced call of a wait, which in addition waits for the array ``last``."""
-    layouts = (*eqn.params["input_layouts"], tuple(reversed(range(last.ndim))))
-    results: list[jax.Array] = eqn.primitive.bind(
-        *values, last, **eqn.params | {"input_layouts": layouts}
-    )
-    return results
-
-
 def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
     """Evaluates traced calls of starts as one, of which all sources travel together.
 
@@ -120,6 +111,32 @@ def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
     aliases = _aliases(bool(given["in_place"]), len(eqns))
     call = jax.ffi.ffi_call(START, types, input_output_aliases=aliases)
     return list(call(*values, **given | {"rows": rows}))
+
+
+def wait_together(
+    eqns: list[Any], types: list[Any], targets: list[Any], sources: list[Any], after: list[Any]
+) -> list[jax.Array]:
+    """Waits for what traced starts, evaluated together, copy.
+
+    Args:
+      eqns: The starts.
+      types: Those of the results.
+      targets: What they returned.
+      sources: What they read.
+      after: Arrays for which the wait waits, too.
+
+    Returns:
+      The targets, which have arrived.
+    """
+    attributes = dict(eqns[0].params["attributes"])
+    _, in_place = kind_of(eqns[0])
+    call = jax.ffi.ffi_call(
+        WAIT, types, has_side_effect=True, input_output_aliases=_aliases(True, len(types))
+    )
+    sources = [] if in_place else sources
+    limit = np.int64(LIMIT_SECONDS)
+    devices = attributes["devices"].val
+    return list(call(*targets, *sources, *after, devices=devices, limit_seconds=limit))
 
 
 def kind_of(eqn: Any) -> tuple[bool, bool]:

@@ -10,8 +10,9 @@ order, which barriers and operands enforce:
 - A wait runs where its result is first needed, with what is made of it and of arguments alone. It
   waits for the product, or update, before, and for starts before it.
 - Gathers before the loss start first, in the order in which their results are needed.
-- Copies travel together until they are ``TOGETHER_BYTES``; those of an update's parameters start
-  right after it.
+- Copies travel together until they are ``TOGETHER_BYTES``; gathers start before the next product or
+  update in any case. One wait is for all that travel together, and XLA must keep it: what nobody
+  uses would otherwise lose its memory while others write it.
 
 What travels together is therefore what the traced loss uses one after another: tied parameters at
 their first use in the forward pass, their gradients at the last in the backward pass.
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jdistadam.kernels import copies, parts
@@ -62,10 +64,18 @@ class _Evaluation:
         self._jaxpr, self._eqns = traced.jaxpr, traced.jaxpr.eqns
         self._known = dict(zip(self._jaxpr.constvars, traced.consts, strict=True))
         self._known |= zip(self._jaxpr.invars, args, strict=True)
-        self._is_start = [x.params.get("target_name") == copies.START for x in self._eqns]
-        self._is_wait = [x.params.get("target_name") == copies.WAIT for x in self._eqns]
-        self._is_anchor = [contains(x, _ANCHORS) for x in self._eqns]
         self._made_by = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
+        targets = [x.params.get("target_name") for x in self._eqns]
+        live = self._live()  # XLA could not leave out a start that travels with others
+        self._is_start = [x == copies.START and i in live for i, x in enumerate(targets)]
+        self._is_wait = [x == copies.WAIT for x in targets]
+        self._wait_of = {
+            eqn.invars[0]: i for i, eqn in enumerate(self._eqns) if self._is_wait[i] and i in live
+        }
+        self._is_anchor = [contains(x, _ANCHORS) for x in self._eqns]
+        products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
+        self._end = products[-1] + 1 if products else 0
+        self._is_simple = self._simple()
         self._is_lazy = self._lazy()
         self._is_hoisted = self._hoisted()
         self._rank = self._ranks()
@@ -74,6 +84,7 @@ class _Evaluation:
         self._num_missing: dict[int, int] = {}
         self._ready: list[tuple[int, int]] = []
         self._together: list[int] = []  # starts that travel together, when there are enough
+        self._group_of: dict[Any, list[int]] = {}  # by target: what has started together
         self._pending: list[Any] = []  # targets of starts for which no anchor waits yet
         self._last: Any = None  # a result of the last anchor
 
@@ -88,50 +99,60 @@ class _Evaluation:
                 if not missing:
                     self._is_ready(i)
         self._run_ready()
-        for i in range(len(self._eqns)):
+        for i in range(len(self._eqns)):  # the model, then sums and updates
             if not (self._is_lazy[i] or self._is_hoisted[i]):
                 self._run(i)
                 self._run_ready()
-        for i in range(self._end, len(self._eqns)):  # in the order of sums and updates
-            if self._is_anchor[i] or self._eqns[i].effects:
+        for i in range(self._end, len(self._eqns)):
+            if _has_effects(self._eqns[i]):
                 self._run(i)
-                self._run_ready()
         self._start_together()
         if self._last is not None:  # for which the last waits wait: they wait for all starts, too
             self._tie([self._last, *self._pending])
         self._demand(self._jaxpr.outvars)
         return values_of(self._jaxpr.outvars, self._known)
 
-    def _lazy(self) -> list[bool]:
-        """Waits, what is made of their results and of arguments alone, and all after the model."""
-        products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
-        self._end = products[-1] + 1 if products else 0
-        lazy, arguments = set[Any](), {*self._jaxpr.invars, *self._jaxpr.constvars}
-        found = []
+    def _live(self) -> set[int]:
+        """The equations on which results or effects depend."""
+        live = {i for i, eqn in enumerate(self._eqns) if _has_effects(eqn)}
+        needed = set(variables(self._jaxpr.outvars))
+        for i in reversed(range(len(self._eqns))):
+            if i in live or not needed.isdisjoint(self._eqns[i].outvars):
+                live.add(i)
+                needed.update(variables(self._eqns[i].invars))
+        return live
+
+    def _simple(self) -> set[Any]:
+        """What is made of arguments alone, without a product or an update."""
+        simple = {*self._jaxpr.invars, *self._jaxpr.constvars}
         for i, eqn in enumerate(self._eqns):
-            used = set(variables(eqn.invars))
+            if not self._is_anchor[i] and simple.issuperset(variables(eqn.invars)):
+                simple.update(eqn.outvars)
+        return simple
+
+    def _lazy(self) -> list[bool]:
+        """Waits, what is made of their results and simple ones alone, and all after the model."""
+        lazy, found = set[Any](), []
+        for i, eqn in enumerate(self._eqns):
+            used = set(variables(eqn.invars)) - (self._is_simple - lazy)
             is_lazy = self._is_wait[i] or (
                 not (self._is_anchor[i] or self._is_start[i])
-                and (i >= self._end or (bool(used & lazy) and used <= lazy | arguments))
-                and not (i < self._end and eqn.effects)
+                and (i >= self._end or (bool(used) and used <= lazy))
+                and not (i < self._end and _has_effects(eqn))
             )
             lazy |= set(eqn.outvars) if is_lazy else set()
             found.append(is_lazy)
         return found
 
     def _hoisted(self) -> list[bool]:
-        """Starts, and what they need that is made of arguments alone, or after the last product."""
-        simple = {*self._jaxpr.invars, *self._jaxpr.constvars}
-        for i, eqn in enumerate(self._eqns):
-            if not self._is_anchor[i] and simple.issuperset(variables(eqn.invars)):
-                simple.update(eqn.outvars)
+        """Starts, and what they need that is simple, or after the last product."""
         found = list(self._is_start)
         for i in reversed(range(len(self._eqns))):
             if not found[i]:
                 continue
             for v in variables(self._eqns[i].invars):
                 k = self._made_by.get(v, -1)
-                is_early = k >= self._end or v in simple
+                is_early = k >= self._end or v in self._is_simple
                 if k >= 0 and is_early and not (self._is_wait[k] or self._is_anchor[k]):
                     found[k], self._is_lazy[k] = True, False
         return found
@@ -143,18 +164,21 @@ class _Evaluation:
         """
         order, seen = dict[int, int](), set[int]()
 
-        def visit(atoms: Any) -> None:
-            for v in variables(atoms):
-                i = self._made_by.get(v, -1)
-                if i < 0 or i in seen or not (self._is_lazy[i] or self._is_hoisted[i]):
-                    continue
-                seen.add(i)
-                visit(self._eqns[i].invars)
-                order[i] = len(order) - len(self._eqns)
+        def makers(atoms: Any) -> list[tuple[int, bool]]:
+            found = (self._made_by.get(v, -1) for v in reversed(variables(atoms)))
+            return [
+                (i, False) for i in found if i >= 0 and (self._is_lazy[i] or self._is_hoisted[i])
+            ]
 
         for i, eqn in enumerate(self._eqns):
-            if not (self._is_lazy[i] or self._is_hoisted[i]):
-                visit(eqn.invars)
+            stack = [] if self._is_lazy[i] or self._is_hoisted[i] else makers(eqn.invars)
+            while stack:
+                k, are_operands_done = stack.pop()
+                if are_operands_done:
+                    order[k] = len(order) - len(self._eqns)
+                elif k not in seen:
+                    seen.add(k)
+                    stack += [(k, True), *makers(self._eqns[k].invars)]
         return order
 
     def _is_ready(self, i: int) -> None:
@@ -164,42 +188,59 @@ class _Evaluation:
         while self._ready:
             self._run(heapq.heappop(self._ready)[1])
 
-    def _demand(self, atoms: Iterable[Any]) -> None:
-        """Evaluates what some variables need."""
-        for v in variables(atoms):
-            if v not in self._known:
-                self._run(self._made_by[v])
-            if v not in self._known:
-                self._start_together()
-
     def _run(self, i: int) -> None:
         """Evaluates an equation, after those that it needs."""
-        if self._done[i]:
+        if not self._done[i]:
+            self._demand(self._eqns[i].invars)
+            self._evaluate(i)
+
+    def _demand(self, atoms: Iterable[Any]) -> None:
+        """Evaluates what some variables need."""
+        stack = variables(atoms)[::-1]
+        while stack:
+            v = stack[-1]
+            if v in self._known:
+                stack.pop()
+                continue
+            i = self._made_by[v]
+            missing = [u for u in variables(self._eqns[i].invars) if u not in self._known]
+            if self._done[i]:  # a start, which has been collected
+                self._start_together()
+            elif missing:
+                stack += missing[::-1]
+            else:
+                self._evaluate(i)
+
+    def _evaluate(self, i: int) -> None:
+        """Evaluates an equation whose operands are known."""
+        if self._done[i]:  # as one of several waits
             return
         self._done[i] = True
         eqn = self._eqns[i]
-        self._demand(eqn.invars)
-        if self._is_anchor[i] and (i >= self._end or self._gathers()):
-            self._start_together()
-        if self._is_anchor[i] and self._pending:
-            made = [v for v in variables(eqn.invars) if v in self._made_by][:1]
-            self._tie([*made, *self._pending])
-            self._pending = []
         if self._is_start[i]:
             self._add(i)
             return
-        if self._is_wait[i]:  # which takes the target: nothing may use it any more
-            self._tie(self._pending)
-            self._pending = [v for v in self._pending if v is not eqn.invars[0]]
-        values = values_of(eqn.invars, self._known)
-        if self._is_wait[i] and self._last is not None:
-            results = copies.wait_after(eqn, values, self._known[self._last])
-        else:
-            results = evaluate_one(self._jaxpr, eqn, values)
-        self._assign(eqn.outvars, results)
+        if self._is_wait[i] and eqn.invars[0] in self._group_of:
+            self._wait_for(self._group_of[eqn.invars[0]])
+            return
         if self._is_anchor[i]:
+            self._before_anchor(i)
+        values = values_of(eqn.invars, self._known)
+        self._assign(eqn.outvars, evaluate_one(self._jaxpr, eqn, values))
+        plain = [v for v in eqn.outvars if isinstance(v.aval.dtype, np.dtype)]
+        if self._is_anchor[i] and plain:
             # Larger results may be updated in place.
-            self._last = min(eqn.outvars, key=lambda v: v.aval.size)
+            self._last = min(plain, key=lambda v: v.aval.size)
+
+    def _before_anchor(self, i: int) -> None:
+        """Lets an anchor wait for starts: they run when it does, not later."""
+        gathers = any(copies.kind_of(self._eqns[k])[0] for k in self._together[:1])
+        if i >= self._end or gathers:  # nothing else will travel with them
+            self._start_together()
+        made = [v for v in variables(self._eqns[i].invars) if v in self._made_by][:1]
+        if made:  # a barrier around an argument might copy it
+            self._tie([*made, *self._pending])
+            self._pending = []
 
     def _add(self, i: int) -> None:
         """Lets a start travel with those before it, unless they are many bytes already."""
@@ -211,22 +252,39 @@ class _Evaluation:
         if sum(x.size * x.dtype.itemsize for x in avals) >= TOGETHER_BYTES:
             self._start_together()
 
-    def _gathers(self) -> bool:
-        """Whether gathers are collected: all that can start have."""
-        return any(copies.kind_of(self._eqns[i])[0] for i in self._together[:1])
-
     def _start_together(self) -> None:
         if not self._together:
             return
-        eqns = [self._eqns[i] for i in self._together]
-        self._together = []
+        group, self._together = self._together, []
+        eqns = [self._eqns[i] for i in group]
         sources = [eqn.invars[0] for eqn in eqns]
         if self._pending:  # starts keep their order
             self._tie([sources[0], self._pending[-1]])
-        targets = copies.start_together(eqns, values_of(sources, self._known))
-        variables_ = [eqn.outvars[0] for eqn in eqns]
-        self._assign(variables_, targets)
-        self._pending += variables_
+        started = [eqn.outvars[0] for eqn in eqns]
+        self._assign(started, copies.start_together(eqns, values_of(sources, self._known)))
+        self._group_of |= dict.fromkeys(started, group)
+        self._pending += started
+
+    def _wait_for(self, group: list[int]) -> None:
+        """Waits for what has started together.
+
+        One call takes all sources and targets, so all of them are kept until then.
+        """
+        eqns = [self._eqns[i] for i in group]
+        started, sources = [eqn.outvars[0] for eqn in eqns], [eqn.invars[0] for eqn in eqns]
+        self._tie(self._pending)  # for starts in between, too
+        self._pending = [v for v in self._pending if v not in started]
+        waits = [self._wait_of[v] for v in started]
+        arrived = copies.wait_together(
+            eqns,
+            [self._eqns[i].outvars[0].aval for i in waits],
+            values_of(started, self._known),
+            values_of(sources, self._known),
+            [] if self._last is None else [self._known[self._last]],
+        )
+        for i, x in zip(waits, arrived, strict=True):
+            self._done[i] = True
+            self._assign(self._eqns[i].outvars, [x])
 
     def _assign(self, made: Iterable[Any], values: Iterable[Any]) -> None:
         for v, x in zip(made, values, strict=True):
@@ -243,3 +301,8 @@ class _Evaluation:
             return
         values = jax.lax.optimization_barrier(values_of(tied, self._known))
         self._known.update(zip(tied, values, strict=True))
+
+
+def _has_effects(eqn: Any) -> bool:
+    """Whether it does more than make results; to know an axis of a mesh is no effect."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)

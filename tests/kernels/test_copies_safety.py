@@ -336,7 +336,9 @@ def test_transformations_keep_values_and_starts(mesh, name, overlaps):
     # XLA drops barriers of a checkpoint: some recomputed copies are the first ones, entirely.
     least = want.gathers if is_scan or overlaps else layers
     assert least <= found.gathers <= want.gathers and found.exchanges == want.exchanges
-    assert program.as_text().count(f'custom_call_target="{copies.WAIT}"') == sum(found)
+    # With overlap one wait is for all that travel together, in a scan as it is traced.
+    waits = program.as_text().count(f'custom_call_target="{copies.WAIT}"')
+    assert waits == (len(starts) if overlaps and not is_scan else sum(found))
 
 
 def run_alone(text, platform="cpu", number=4):
