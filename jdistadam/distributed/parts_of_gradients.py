@@ -80,21 +80,26 @@ def added(
 
     Returns:
       The gradients, and the tiles of the norm of each bucket that was added, None for others; no
-      tiles if there were no parts.
+      tiles unless all were parts.
     """
     arrays = list(grads.arrays)
     if not any(isinstance(x, Parts) for x in arrays):
         return grads, ()
     tiles: list[jax.Array | None] = [None] * len(arrays)
     scale = norm_scale(scaling)
+    # In a loop of the user's own, gradients of shards have been added before.
+    are_all_parts = all(isinstance(x, Parts) for x in arrays)
     for call in make_calls(config, schedule, [x.dtype for x in arrays]):
-        if not all_of_them and steps_on_parts(config, call.buckets[0]):
+        if not all_of_them and are_all_parts and steps_on_parts(config, call.buckets[0]):
             continue
-        indices = [piece.bucket_index for piece in call.pieces]
+        of_call = [piece.bucket_index for piece in call.pieces]
+        indices = [i for i in of_call if isinstance(arrays[i], Parts)]
+        if not indices:
+            continue
         sums = sum_parts([arrays[i] for i in indices], scale)
         for i, total, found in zip(indices, *sums, strict=True):
             arrays[i], tiles[i] = total, found
-    return grads._replace(arrays=arrays), tiles
+    return grads._replace(arrays=arrays), tiles if are_all_parts else ()
 
 
 def norm_scale(scaling: LossScaleState | None) -> Any:

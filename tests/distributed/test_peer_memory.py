@@ -316,6 +316,36 @@ def test_scans_and_custom_loops_give_the_bits_of_xla(cpu_mesh):
     assert_trees_same_bits(results[1], results[0])
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_custom_loop_may_differentiate_shards(cpu_mesh, clip):
+    """Gradients of shards are added in the backward pass, those of small leaves in the step."""
+    policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    results = []
+    for means in ("xla", "peer"):
+        tx = distributed_adamw(
+            1e-3, mesh=cpu_mesh(4), policy=policy, communication=means, max_grad_norm=clip, **ONCE
+        )
+        made = jda.TrainState.create(random_params(), tx)
+
+        def local(params, state, x, tx=tx):
+            shards = jda.local_params(params, tx)
+            grads = jax.grad(lambda p: loss_fn(jda.gather_params(p, tx), x))(shards)
+            norm = tx.grad_norm(grads, state)
+            return *tx.step(grads, state, params), norm
+
+        specs = tx.param_specs(made.params), tx.state_specs()
+        program = jax.shard_map(
+            local,
+            mesh=tx.config.mesh,
+            in_specs=(*specs, P("data")),
+            out_specs=(*specs, P()),
+            check_vma=False,
+        )
+        x = jda.shard_batch(np.arange(24, dtype=np.float32).reshape(8, 3), tx)
+        results.append(jax.jit(program)(made.params, made.opt_state, x))
+    assert_trees_same_bits(*results)
+
+
 def test_what_follows_a_step_flushes_denormals_as_over_xla(cpu_mesh):
     """XLA goes on in the thread in which a step ended."""
     small = np.float32(1e-20) * np.arange(1, 9, dtype=np.float32)
