@@ -67,8 +67,6 @@ inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingA
     if (a.rows[i] < 1 || a.rows[i] > INT64_MAX / int64_t(n))
       return Invalid("array " + std::to_string(i) + " of copies has no or too many rows");
     const size_t from = source->size_bytes(), to = target->size_bytes(), rows = size_t(a.rows[i]);
-    if (a.rows[i] < 1 || a.rows[i] > INT32_MAX)
-      return Invalid("array " + std::to_string(i) + " of copies has too many rows, or none");
     const size_t parts = a.gathers && !a.in_place ? rows : rows * n, run = from / parts;
     const size_t expected = a.in_place ? from : a.gathers ? from * n : from / n * (n - 1);
     if (from % parts != 0 || to != expected || (a.in_place && !a.gathers))

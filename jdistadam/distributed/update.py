@@ -62,7 +62,7 @@ def update_shards(
     params: Sequence[Any],
     norm_scale: Any = None,
 ) -> ShardUpdate:
-    """Updates the flat state in place, and gathers new parameters.
+    """Updates the flat state in place, and gathers new parameters, in the order of ``make_calls``.
 
     Parameters without main parameters are updated themselves.
 
@@ -79,7 +79,7 @@ def update_shards(
     old = [_old_params(config, bucket, params) for bucket in buckets]
     calls = make_calls(config, schedule, [x.dtype for x in grads])
     store = Store(config, state, calls, grads)
-    parts: list[dict[int, jax.Array]] = [{} for _ in buckets]
+    new_by_start: list[dict[int, jax.Array]] = [{} for _ in buckets]
     shards, gathered = [list[Any]([None] * len(buckets)) for _ in range(2)]
     squares, tiles = [], list[Any]([None] * len(buckets))
     for call in calls:
@@ -91,7 +91,8 @@ def update_shards(
         spec, operands = _operands_of(config, call, grads, old, taken, static)
         if steps_on_parts(config, call.buckets[0]):
             made = step_on_parts(config, call, spec, scalars, operands, norm_scale)
-            for i, new, found in zip(call.gathers, made.params, made.tiles, strict=True):
+            for piece, new, found in zip(call.pieces, made.params, made.tiles, strict=True):
+                i = piece.bucket_index
                 tiles[i] = found
                 is_whole = is_written_whole(config, buckets[i])
                 gathered[i] = gathered_params(config.parallel, schedule.buckets[i], new, is_whole)
@@ -105,9 +106,9 @@ def update_shards(
         arrays = {"mu": results.mu, "nu": results.nu, "main_params": main}
         store.put(call, {name: arrays[name][0] for name in taken.arrays})
         for piece, part in zip(call.pieces, new_parts, strict=True):
-            parts[piece.bucket_index][piece.start or 0] = part
+            new_by_start[piece.bucket_index][piece.start or 0] = part
         for i in call.gathers:
-            shards[i] = packing.joined(buckets[i], parts[i])
+            shards[i] = packing.joined(buckets[i], new_by_start[i])
             gathered[i] = gathered_params(config.parallel, schedule.buckets[i], shards[i])
     return ShardUpdate(store.state(), shards, gathered, squares, tiles)
 
