@@ -13,6 +13,7 @@ from jdistadam.distributed import calls
 from jdistadam.kernels import copies, parts
 from jdistadam.training import overlap
 from support.bits import assert_trees_same_bits
+from support.samples import often
 
 N, LAYERS, WIDTH = 4, 4, 256
 SUMS = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
@@ -165,9 +166,16 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, ONCE, WHOLE], ids=["optim", "once", "whole"])
+STRATEGIES = {"optim": {}, "once": ONCE, "whole": WHOLE}
+OFTEN = {("optim", "plain"), ("once", "scan of checkpoint"), ("whole", "checkpoint")}
+OFTEN |= {("whole", "jit")}
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))
-def test_the_order_changes_no_bits(cpu_mesh, small_groups, wrapper, options):
+@often(lambda strategy, wrapper: (strategy, wrapper) in OFTEN)
+def test_the_order_changes_no_bits(cpu_mesh, small_groups, wrapper, strategy):
+    options = STRATEGIES[strategy]
     got, want = (
         numbers(cpu_mesh(N), means, WRAPPERS[wrapper], max_grad_norm=0.5, **options)
         for means in ("peer", "xla")
@@ -234,10 +242,12 @@ def arrays_of(text, target):
     return sum(len(re.findall(r"\w+\[[\d,]*\]", result)) for result in found)
 
 
-@pytest.mark.parametrize("options", [{}, ONCE, WHOLE], ids=["optim", "once", "whole"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 @pytest.mark.parametrize("small", [False, True])
-def test_parameters_that_the_loss_ignores_are_safe(cpu_mesh, h200s, monkeypatch, small, options):
+@often(lambda strategy, small: small == (strategy == "whole"))
+def test_parameters_that_the_loss_ignores_are_safe(cpu_mesh, h200s, monkeypatch, small, strategy):
     """What has started is waited for, entirely: otherwise it would lose its memory meanwhile."""
+    options = STRATEGIES[strategy]
     if small:
         monkeypatch.setattr(overlap, "TOGETHER_BYTES", BLOCK_BYTES * (N - 1) // N)
 
