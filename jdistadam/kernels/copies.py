@@ -110,7 +110,8 @@ def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
     types = [eqn.params["result_avals"][0] for eqn in eqns]
     aliases = _aliases(bool(given["in_place"]), len(eqns))
     call = jax.ffi.ffi_call(START, types, input_output_aliases=aliases)
-    return list(call(*values, **given | {"rows": rows}))
+    site = np.int64(next(_SITES))  # XLA must not merge it with one that is recomputed
+    return list(call(*values, **given | {"rows": rows, "site": site}))
 
 
 def wait_together(
