@@ -5,7 +5,8 @@
 // each one *waits*: until its arrays have arrived, and its own have been read. Between the two the
 // caller must not write its sources, nor use its targets.
 //
-//   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p goes
+//   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p
+//   goes
 //              to device q, whose target has the parts of all other devices, in their order
 //   gather     source (rows, run), target (rows, n, run): the source of device p is part p of the
 //              target of every device. In place: the source is that part of the own target
@@ -94,8 +95,9 @@ class CopyJob {
       const bool is_there = !is_gather || a.source == a.target + from * run;
       if (part == 0 || (from == to && is_there)) continue;
       const size_t place = from < to ? from : from - 1;
-      send(is_gather ? CopyPiece{a.source, target + from * run, a.rows, run, a.pitch, whole}
-                      : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
+      send(is_gather
+               ? CopyPiece{a.source, target + from * run, a.rows, run, a.pitch, whole}
+               : CopyPiece{a.source + to * run, target + place * part, a.rows, run, whole, run});
     }
   }
 
@@ -127,8 +129,8 @@ class CopyJob {
         return a.rows == b.rows && a.run == b.run && a.pitch == b.pitch;
       };
       const std::vector<CopyArray>& other = posts[p].arrays;
-      if (has_posted[p] && !std::equal(other.begin(), other.end(), post.arrays.begin(),
-                                       post.arrays.end(), same))
+      if (has_posted[p] &&
+          !std::equal(other.begin(), other.end(), post.arrays.begin(), post.arrays.end(), same))
         return false;
     }
     return true;
@@ -148,8 +150,8 @@ class CopyJob {
   // Waits until all devices have enqueued their copies. Returns why they have not; "" if they have.
   std::string WaitUntilIssued(std::chrono::seconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool came = changed_.wait_for(
-        lock, limit, [&] { return !why_.empty() || num_settled_ == count(); });
+    const bool came =
+        changed_.wait_for(lock, limit, [&] { return !why_.empty() || num_settled_ == count(); });
     if (!came) {
       std::string places;
       for (int i = 0; i < count(); ++i)

@@ -280,9 +280,9 @@ class CopySender {
         } else if (piece.rows == 1) {
           error = cudaMemcpyAsync(piece.to, piece.from, piece.run, cudaMemcpyDefault, own_);
         } else {
-          error = cudaMemcpy2DAsync(piece.to, piece.to_pitch, piece.from, piece.from_pitch,
-                                    piece.run, piece.rows, cudaMemcpyDefault,
-                                    p == me ? own_ : others_);
+          error =
+              cudaMemcpy2DAsync(piece.to, piece.to_pitch, piece.from, piece.from_pitch, piece.run,
+                                piece.rows, cudaMemcpyDefault, p == me ? own_ : others_);
         }
       });
     }

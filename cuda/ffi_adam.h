@@ -56,15 +56,12 @@ struct AdamAttributes {  // in the order of their decoding below
 
 }  // namespace jdistadam
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<int32_t>("mode"),
-                                      StructMember<int32_t>("flags"),
-                                      StructMember<int32_t>("contributions"),
-                                      StructMember<Span<const int32_t>>("groups"),
-                                      StructMember<int32_t>("flat"),
-                                      StructMember<Span<const int64_t>>("sizes"),
-                                      StructMember<Span<const int64_t>>("offsets"),
-                                      StructMember<Span<const int64_t>>("mu_offsets"),
-                                      StructMember<Span<const int64_t>>("nu_offsets"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jdistadam::AdamAttributes, StructMember<int32_t>("mode"), StructMember<int32_t>("flags"),
+    StructMember<int32_t>("contributions"), StructMember<Span<const int32_t>>("groups"),
+    StructMember<int32_t>("flat"), StructMember<Span<const int64_t>>("sizes"),
+    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
+    StructMember<Span<const int64_t>>("nu_offsets"));
 
 namespace jdistadam {
 

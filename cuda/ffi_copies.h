@@ -106,8 +106,7 @@ ffi::Error LeaveCopies(Board& board, const CopyVisitor& who, std::string why,
 // Posts a start. `*job` is null if all have not come yet; otherwise the caller makes the copies.
 template <typename Board, typename Extra>
 ffi::Error PostCopies(Board& board, const CopyVisitor& who, bool gathers,
-                      std::vector<CopyArray> arrays, Extra extra,
-                      typename Board::JobPointer* job) {
+                      std::vector<CopyArray> arrays, Extra extra, typename Board::JobPointer* job) {
   for (const auto& left : board.TakeAbandoned(who, arrays, gathers)) DrainCopies(*left);
   bool is_last = false;
   std::string why;
@@ -126,9 +125,8 @@ inline ffi::Error ProcessIsForked() {
 }
 
 template <typename Context>
-ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                            CopyStartAttributes a, ffi::RunId run, int32_t ordinal,
-                            Context context) {
+ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
+                            ffi::RunId run, int32_t ordinal, Context context) {
   const CopyVisitor who{run.run_id, a.site, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return ProcessIsForked();

@@ -157,8 +157,8 @@ static ffi::Future WaitForCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
   CopyWaiters::Add(1);
   const ffi::Error error = InThread([promise, job, who, limit]() mutable {
     const std::string why = job->WaitUntilIssued(limit);
-    Complete(std::move(promise), why.empty() ? ffi::Error::Success()
-                                             : LeaveCopies(CpuBoard(), who, why, job));
+    Complete(std::move(promise),
+             why.empty() ? ffi::Error::Success() : LeaveCopies(CpuBoard(), who, why, job));
     CopyWaiters::Add(-1);
   });
   if (error.failure()) {

@@ -1,5 +1,5 @@
-// Reads and checks the operands of the FFI calls `jdistadam_sum_parts` and `jdistadam_step_parts` as
-// a PartsCall (parts.h).
+// Reads and checks the operands of the FFI calls `jdistadam_sum_parts` and `jdistadam_step_parts`
+// as a PartsCall (parts.h).
 //
 // sum_parts    operands: norm_scale f32[]; the device's own gradient of each leaf, whole; what it
 //              received of each.
@@ -43,23 +43,20 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::SumPartsAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
                                       StructMember<Span<const int64_t>>("rows"),
                                       StructMember<Span<const int64_t>>("sizes"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::StepPartsAttributes,
-                                      StructMember<Span<const int64_t>>("devices"),
-                                      StructMember<Span<const int64_t>>("rows"),
-                                      StructMember<Span<const int64_t>>("sizes"),
-                                      StructMember<Span<const int64_t>>("offsets"),
-                                      StructMember<Span<const int64_t>>("mu_offsets"),
-                                      StructMember<Span<const int64_t>>("nu_offsets"),
-                                      StructMember<Span<const int32_t>>("groups"),
-                                      StructMember<int32_t>("flags"), StructMember<bool>("summed"),
-                                      StructMember<bool>("whole"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jdistadam::StepPartsAttributes, StructMember<Span<const int64_t>>("devices"),
+    StructMember<Span<const int64_t>>("rows"), StructMember<Span<const int64_t>>("sizes"),
+    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
+    StructMember<Span<const int64_t>>("nu_offsets"), StructMember<Span<const int32_t>>("groups"),
+    StructMember<int32_t>("flags"), StructMember<bool>("summed"), StructMember<bool>("whole"));
 
 namespace jdistadam {
 
 // Reads operands or results in sequence: a kind after the other.
 class PartsReader {
  public:
-  PartsReader(const ffi::Span<const int64_t>& sizes, PartsCall* call) : sizes_(sizes), call_(call) {}
+  PartsReader(const ffi::Span<const int64_t>& sizes, PartsCall* call)
+      : sizes_(sizes), call_(call) {}
 
   // One array of each leaf, with `copies` shards.
   template <typename Buffers, typename Pointer>
@@ -123,8 +120,8 @@ ffi::Error BeginPartsCall(const Attributes& a, int me, FloatScalar norm_scale, P
 inline ffi::Error ReadParts(PartsReader* reader, const ffi::RemainingArgs& args, size_t* next,
                             PartsCall* call) {
   Dtype received = Dtype::kFloat32;
-  auto error = reader->Each("grads", args, next, &call->dtypes.grad, &PartsLeaf::own,
-                            size_t(call->count));
+  auto error =
+      reader->Each("grads", args, next, &call->dtypes.grad, &PartsLeaf::own, size_t(call->count));
   if (error.success() && call->count > 1)
     error = reader->Each("received", args, next, &received, &PartsLeaf::received,
                          size_t(call->count - 1));
@@ -176,8 +173,7 @@ template <typename Buffers>
 ffi::Error ReadFlatState(PartsReader* reader, const StepPartsAttributes& a, const Buffers& buffers,
                          size_t* next, PartsCall* call, bool is_result) {
   Dtype main = Dtype::kFloat32, mu = Dtype::kFloat32, nu = Dtype::kFloat32;
-  auto error =
-      reader->Flat("main", buffers, next, &main, &PartsLeaf::main, a.offsets, is_result);
+  auto error = reader->Flat("main", buffers, next, &main, &PartsLeaf::main, a.offsets, is_result);
   if (error.success())
     error = reader->Flat("mu", buffers, next, &mu, &PartsLeaf::mu, a.mu_offsets, is_result);
   if (error.success())

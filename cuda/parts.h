@@ -56,8 +56,8 @@ struct PartsCall {
   PartsWork work;
   int32_t flags;  // of adam_math.h
   PartsDtypes dtypes;
-  int32_t count, me;    // of devices; the place of this one
-  bool is_out_whole;    // whether `out` is the whole leaf, of which the shard is written
+  int32_t count, me;  // of devices; the place of this one
+  bool is_out_whole;  // whether `out` is the whole leaf, of which the shard is written
   const float* coefficients;
   const float* inv_scale;
   const bool* found_inf;

@@ -22,10 +22,9 @@ constexpr int kVector = 4;
 constexpr int kThreads = kNormLanes / kVector;
 constexpr int kRows = kNormTile / kNormLanes;
 
-// How many leaves fit the parameters of a kernel. There is one capacity: a launch with a small table
-// is a few microseconds faster, but would double the number of kernels.
-constexpr int kCapacity =
-    int((kMaxParameterBytes - 256) / (sizeof(PartsLeaf) + sizeof(uint32_t)));
+// How many leaves fit the parameters of a kernel. There is one capacity: a launch with a small
+// table is a few microseconds faster, but would double the number of kernels.
+constexpr int kCapacity = int((kMaxParameterBytes - 256) / (sizeof(PartsLeaf) + sizeof(uint32_t)));
 
 // The arguments of a launch other than its leaves.
 struct Step {
@@ -83,9 +82,8 @@ __device__ float LoadSumOne(const Types& t, const Step& step, const PartsLeaf& l
 
 // One element: a tail, a misaligned leaf, a NaN, or a skipped step. `sum` is its gradient.
 template <PartsWork kWork, typename Types>
-__device__ __noinline__ void StepOne(const Types& t, const Step& step,
-                                     const PartsLeaf& leaf, const Coordinates& at,
-                                     float sum) {
+__device__ __noinline__ void StepOne(const Types& t, const Step& step, const PartsLeaf& leaf,
+                                     const Coordinates& at, float sum) {
   if constexpr (kWork == PartsWork::kSum) return StoreOne(leaf.sum, Dtype::kFloat32, at.i, sum);
   float p = leaf.main[at.i];
   if (!*step.found_inf) {
@@ -205,8 +203,8 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= leaf.size) break;
     float sum[kVector] = {};
     if (aligned && i + kVector <= leaf.size) {
-      StepVector<kCount, kWork>(
-          t, step, leaf, {i, WholeIndex(leaf.size, leaf.run, step.count, step.me, i)}, sum);
+      StepVector<kCount, kWork>(t, step, leaf,
+                                {i, WholeIndex(leaf.size, leaf.run, step.count, step.me, i)}, sum);
     } else {
       for (int k = 0; k < kVector && i + k < leaf.size; ++k) {
         const Coordinates at{i + k, WholeIndex(leaf.size, leaf.run, step.count, step.me, i + k)};

@@ -10,6 +10,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``mesh_axes.py``          ``DataParallel``: which mesh axes shard and which replicate. How leaves
                           are cut over tensor axes.
 ``layers.py``             ``Layers``: what a model gathers itself, in a scan or block by block.
+                          ``rest_whole``: what devices hold whole between steps.
 ``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
 ``schedule.py``           ``Schedule``: what is sent, when, in which dtype. The step runs it,
                           ``plan`` counts it, ``audit`` compares it with the compiled program.

@@ -142,13 +142,11 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
         pieces = [[Piece(i, schedule.layout.buckets[i])] for i in indices]
         ordered = _as_gradients_come(pieces, schedule.order or ())
         indices = [piece.bucket_index for (piece,) in ordered]
-    groups, nbytes = list[list[int]](), 0
+    groups, nbytes, most = list[list[int]](), 0, COPIED_BYTES if are_copied else MERGED_BYTES
     for i in indices:
         entry = schedule.buckets[i]
         added = entry.whole_bytes if are_copied else entry.gathered_bytes
-        if not groups or (
-            added and nbytes + added > (COPIED_BYTES if are_copied else MERGED_BYTES)
-        ):
+        if not groups or (added and nbytes + added > most):
             groups.append([])
             nbytes = 0
         groups[-1].append(i)

@@ -20,12 +20,12 @@ from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, mesh_axes
 from jdistadam.distributed.block_positions import check_cuts, whole_size
 from jdistadam.distributed.communication import OVER_XLA, Communication
-from jdistadam.distributed.layers import Layers
+from jdistadam.distributed.layers import Layers, rest_whole
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_text import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
-from jdistadam.errors import HyperparameterError, MeshError, PolicyError
+from jdistadam.errors import MeshError, PolicyError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +131,9 @@ class DistributedConfig:
         rows = self.algorithm.groups.row_of_leaves(seen)
         leaves = []
         kinds = [None] * len(paths) if self.layers is None else self.layers.of(paths)
-        each = zip(paths, jax.tree.leaves(whole), rows, specs, kinds, strict=True)
-        for path, x, row, spec, kind in each:
+        are_whole = rest_whole(self.reshard_after_backward, paths)
+        each = zip(paths, jax.tree.leaves(whole), rows, specs, kinds, are_whole, strict=True)
+        for path, x, row, spec, kind, is_whole in each:
             leaf = Leaf(
                 path=path,
                 shape=tuple(x.shape),
@@ -141,7 +142,7 @@ class DistributedConfig:
                 tensor_axes=mesh_axes.axes_of(spec),
                 layers=kind,
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
-                rests_whole=self._rests_whole(path),
+                rests_whole=is_whole,
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
             leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))
@@ -161,18 +162,6 @@ class DistributedConfig:
             gathers_layers=self.parallel.gathers_layers,
             in_blocks=self.algorithm.storage.is_any,
         )
-
-    def _rests_whole(self, path: str) -> bool:
-        """Whether devices hold a whole leaf between steps that they would otherwise cut."""
-        if self.reshard_after_backward is None:
-            return False
-        is_cut = self.reshard_after_backward(path)
-        if not isinstance(is_cut, bool | np.bool_):
-            raise HyperparameterError(
-                f"reshard_after_backward: not a bool: got {is_cut!r:.60} for {path}, expected "
-                "False for a leaf that stays whole between steps, True for others. Return one."
-            )
-        return not is_cut
 
     def schedule(self, whole: Params, *, accumulate_steps: int = 1) -> Schedule:
         """Returns the collectives of a step in order, with the layout; for unsharded params.

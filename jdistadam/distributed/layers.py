@@ -1,9 +1,11 @@
-"""``Layers``: which parameters a model gathers itself, in a scan over layers or block by block."""
+"""Functions of the paths of leaves: what a model gathers itself, and what rests whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jdistadam.errors import HyperparameterError, TreeError
 
@@ -78,3 +80,32 @@ def as_layers(value: Any) -> Layers | None:
             'Pass for example layers=lambda path: "scan" if "layers" in path else None.'
         )
     return Layers(value)
+
+
+def rest_whole(
+    reshard_after_backward: Callable[[str], bool] | None, paths: Sequence[str]
+) -> list[bool]:
+    """Returns for each leaf whether devices hold it whole between steps, if they cut others.
+
+    Raises:
+      HyperparameterError: The function returned anything but True or False.
+      TreeError: It is True for all of them.
+    """
+    if reshard_after_backward is None:
+        return [False] * len(paths)
+    found = []
+    for path in paths:
+        is_cut = reshard_after_backward(path)
+        if not isinstance(is_cut, bool | np.bool_):
+            raise HyperparameterError(
+                f"reshard_after_backward: not a bool: got {is_cut!r:.60} for {path}, expected "
+                "False for a leaf that stays whole between steps, True for others. Return one."
+            )
+        found.append(not is_cut)
+    if paths and not any(found):
+        raise TreeError(
+            f"reshard_after_backward: selects no leaf: got True for {paths[0]} and "
+            f"{len(paths) - 1} more, expected False for the leaves that stay whole between steps. "
+            "Test for a part of their paths, or leave it out."
+        )
+    return found

@@ -2,8 +2,8 @@
 
 ``exchange`` is an all-to-all and ``gather`` an all-gather, by the copy engines of GPUs: no kernel
 runs. Each is a start and a wait (cuda/ffi_copies.h). Where they are adjacent, nothing overlaps;
-training/overlap.py moves them apart. A wait takes the sources too, so that they are not freed, or
-overwritten, before other devices have them.
+training/overlap.py moves them apart. A wait takes the sources too, unless they are the targets, so
+that they are not freed, or overwritten, before other devices have them.
 """
 
 from __future__ import annotations

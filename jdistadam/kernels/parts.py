@@ -41,8 +41,9 @@ class Cut(NamedTuple):
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape of the gradient."""
-        before, length, after = self.shape[: self.dim], self.shape[self.dim], self.shape[self.dim :]
-        return (*before, length * len(self.places), *after[1:])
+        whole = list(self.shape)
+        whole[self.dim] *= len(self.places)
+        return tuple(whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +133,8 @@ def step_parts(
     given = list(grads) if summed else [*(x.own for x in grads), *(x.received for x in grads)]
     numbers, given, state = collectives.vary_together(((scale, *scalars), given, (main, mu, nu)))
     state = native.unfused(state)
-    shapes, dtype = (
-        [cut.whole if is_whole else cut.shape for cut in cuts],
-        jnp.dtype(spec.out_dtype),
-    )
-    types = [native.type_like(given[0], shape, dtype) for shape in shapes]
+    shapes = [cut.whole if is_whole else cut.shape for cut in cuts]
+    types = [native.type_like(given[0], shape, jnp.dtype(spec.out_dtype)) for shape in shapes]
     tiles = _type_of_tiles(given[0], cuts)
     first, count = len(numbers) + len(given), len(cuts)
     call = jax.ffi.ffi_call(

@@ -220,9 +220,7 @@ def _buffers(
         yield "mailboxes", (whole - inner) * sent
         if config.takes_norm_first or not parts_of_gradients.steps_on_parts(config, bucket):
             yield "reduced gradients", inner * 4  # their norm is needed before the update
-        if parts_of_gradients.steps_on_parts(
-            config, bucket
-        ) and parts_of_gradients.is_written_whole(config, bucket):
+        if parts_of_gradients.is_written_whole(config, bucket):
             if bucket.is_packed:
                 yield "gathered parameters", whole * itemsize
             return

@@ -75,7 +75,7 @@ class _Evaluation:
         self._is_anchor = [contains(x, _ANCHORS) for x in self._eqns]
         products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
         self._end = products[-1] + 1 if products else 0
-        self._is_simple = self._simple()
+        self._simple = self._made_of_arguments()
         self._is_lazy = self._lazy()
         self._is_hoisted = self._hoisted()
         self._rank = self._ranks()
@@ -122,8 +122,8 @@ class _Evaluation:
                 needed.update(variables(self._eqns[i].invars))
         return live
 
-    def _simple(self) -> set[Any]:
-        """What is made of arguments alone, without a product or an update."""
+    def _made_of_arguments(self) -> set[Any]:
+        """What is *simple*: made of arguments alone, without a product or an update."""
         simple = {*self._jaxpr.invars, *self._jaxpr.constvars}
         for i, eqn in enumerate(self._eqns):
             if not self._is_anchor[i] and simple.issuperset(variables(eqn.invars)):
@@ -134,7 +134,7 @@ class _Evaluation:
         """Waits, what is made of their results and simple ones alone, and all after the model."""
         lazy, found = set[Any](), []
         for i, eqn in enumerate(self._eqns):
-            used = set(variables(eqn.invars)) - (self._is_simple - lazy)
+            used = set(variables(eqn.invars)) - (self._simple - lazy)
             is_lazy = self._is_wait[i] or (
                 not (self._is_anchor[i] or self._is_start[i])
                 and (i >= self._end or (bool(used) and used <= lazy))
@@ -152,7 +152,7 @@ class _Evaluation:
                 continue
             for v in variables(self._eqns[i].invars):
                 k = self._made_by.get(v, -1)
-                is_early = k >= self._end or v in self._is_simple
+                is_early = k >= self._end or v in self._simple
                 if k >= 0 and is_early and not (self._is_wait[k] or self._is_anchor[k]):
                     found[k], self._is_lazy[k] = True, False
         return found
@@ -227,7 +227,7 @@ class _Evaluation:
             self._before_anchor(i)
         values = values_of(eqn.invars, self._known)
         self._assign(eqn.outvars, evaluate_one(self._jaxpr, eqn, values))
-        plain = [v for v in eqn.outvars if isinstance(v.aval.dtype, np.dtype)]
+        plain = [v for v in eqn.outvars if isinstance(getattr(v.aval, "dtype", None), np.dtype)]
         if self._is_anchor[i] and plain:
             # Larger results may be updated in place.
             self._last = min(plain, key=lambda v: v.aval.size)

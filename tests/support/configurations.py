@@ -307,6 +307,7 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         # "w" is large: where a model axis cuts it, there is still a shard to gather in the model.
         needs_layers = place["stacked"] or place["gathered_in_model"]
         names |= {"layers"} if needs_layers else set()
+        names |= {"matrix"} if place["rests_whole"] else set()
     if config["adam"] == "l2":
         config["mask"] = "none"
     if config["clip"] is not None or config["grad_reduce"] is None:

@@ -62,9 +62,8 @@ Board::JobPointer Start(Board* board, const CopyVisitor& who, Memory* memory, st
   std::this_thread::sleep_for(late);
   for (int from = 0; from < who.count; ++from) {
     for (int to = 0; to < who.count; ++to) {
-      job->ForPieces(from, to, [](const CopyPiece& piece) {
-        std::memcpy(piece.to, piece.from, piece.run);
-      });
+      job->ForPieces(from, to,
+                     [](const CopyPiece& piece) { std::memcpy(piece.to, piece.from, piece.run); });
     }
     job->HasIssued();
   }
@@ -172,9 +171,8 @@ void TestTheEnd() {
   std::vector<Memory> memory(n, Memory(n));
   std::string why;
   const auto job = Start(&board, {1, 1, n, 0}, &memory[0], &why);
-  std::thread waiting([&] {
-    Expect(Has(job->WaitUntilIssued(seconds(60)), "ended"), "waits beyond the end");
-  });
+  std::thread waiting(
+      [&] { Expect(Has(job->WaitUntilIssued(seconds(60)), "ended"), "waits beyond the end"); });
   board.Stop();
   waiting.join();
   Expect(Start(&board, {2, 1, n, 0}, &memory[0], &why) == nullptr && Has(why, "ended"),
