@@ -4,7 +4,8 @@
 //              results: the targets, which nobody may use before copy_wait.
 // copy_wait    operands: the targets, the sources, and others that are not read. Results: the
 //              targets, aliased.
-// devices      local numbers of the devices, in the order of the parts.
+// devices      local numbers of the devices: group by group, and in each in the order of the parts.
+// per_group    how many devices copy among each other.
 // site         differs between the starts of a program.
 // limit_seconds   how long to wait for a device.
 // gathers      whether it is a gather; otherwise an exchange.
@@ -24,6 +25,7 @@ namespace jdistadam {
 
 struct CopyStartAttributes {  // in the order of their decoding below
   ffi::Span<const int64_t> devices;
+  int64_t per_group;
   bool gathers, in_place;
   ffi::Span<const int64_t> rows;
   int64_t site;
@@ -31,32 +33,48 @@ struct CopyStartAttributes {  // in the order of their decoding below
 
 struct CopyWaitAttributes {
   ffi::Span<const int64_t> devices;
-  int64_t limit_seconds;
+  int64_t per_group, limit_seconds;
 };
 
 }  // namespace jdistadam
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyStartAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<int64_t>("per_group"),
                                       StructMember<bool>("gathers"), StructMember<bool>("in_place"),
                                       StructMember<Span<const int64_t>>("rows"),
                                       StructMember<int64_t>("site"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyWaitAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<int64_t>("per_group"),
                                       StructMember<int64_t>("limit_seconds"));
 
 namespace jdistadam {
 
-// The place of this device among those that copy; -1 if it is none of them.
-inline int PlaceAmong(const ffi::Span<const int64_t>& devices, int32_t ordinal) {
-  const auto found = std::find(devices.begin(), devices.end(), int64_t{ordinal});
-  return found == devices.end() ? -1 : int(found - devices.begin());
+// Where a device is: the number of its group, the devices of this, and its place among them; -1 if
+// it is in none.
+struct CopyGroup {
+  int64_t index = 0;
+  ffi::Span<const int64_t> devices{nullptr, 0};
+  int me = -1;
+};
+
+inline CopyGroup FindGroup(const ffi::Span<const int64_t>& devices, int64_t per_group,
+                           int32_t ordinal) {
+  CopyGroup group;
+  const int64_t count = int64_t(devices.size());
+  if (per_group < 1 || count % per_group != 0) return group;
+  const int64_t found = std::find(devices.begin(), devices.end(), ordinal) - devices.begin();
+  group.index = found < count ? found / per_group : 0;
+  group.devices = {devices.begin() + group.index * per_group, size_t(per_group)};
+  if (found < count) group.me = int(found % per_group);
+  return group;
 }
 
 inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingArgs& args,
                              const ffi::RemainingRets& rets, int me,
                              std::vector<CopyArray>* arrays) {
-  const size_t n = a.devices.size(), count = a.rows.size();
+  const size_t n = size_t(std::max<int64_t>(a.per_group, 0)), count = a.rows.size();
   if (n < 1 || n > kMaxCopyDevices) return Invalid("devices: too many, or none");
   if (me < 0) return Invalid("this device is not one of those that copy");
   if (count < 1 || args.size() < count || rets.size() != count)
@@ -127,7 +145,10 @@ inline ffi::Error ProcessIsForked() {
 template <typename Context>
 ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
                             ffi::RunId run, int32_t ordinal, Context context) {
-  const CopyVisitor who{run.run_id, a.site, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
+  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  const int64_t site = a.site * int64_t(a.devices.size()) + group.index;
+  const CopyVisitor who{run.run_id, site, int(group.devices.size()), group.me};
+  a.devices = group.devices;
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return ProcessIsForked();
   std::vector<CopyArray> arrays;
@@ -139,7 +160,8 @@ ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, Co
 template <typename Context>
 auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
                      ffi::RunId run, int32_t ordinal, Context context) {
-  const CopyVisitor who{run.run_id, 0, int(a.devices.size()), PlaceAmong(a.devices, ordinal)};
+  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  const CopyVisitor who{run.run_id, 0, int(group.devices.size()), group.me};
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return WaitIsOver(context, who, ProcessIsForked());
   std::string why;

@@ -9,7 +9,8 @@
 //              of each leaf; main f32, mu, nu, one flat array each.
 //              results: the new parameter of each leaf; main, mu, nu, aliased with their operands;
 //              tiles of the norm, not written with `summed`.
-// devices      local numbers of the devices, in the order of the shards.
+// devices      local numbers of the devices: group by group, and in each in the order of the shards.
+// per_group    how many devices have parts of a gradient.
 // rows, sizes  of each shard: runs, and elements.
 // whole        whether new parameters are whole leaves, of which this shard is written.
 // groups, offsets, mu_offsets, nu_offsets, flags   as in ffi_adam.h.
@@ -26,11 +27,15 @@
 namespace jdistadam {
 
 struct SumPartsAttributes {  // in the order of their decoding below
-  ffi::Span<const int64_t> devices, rows, sizes;
+  ffi::Span<const int64_t> devices;
+  int64_t per_group;
+  ffi::Span<const int64_t> rows, sizes;
 };
 
 struct StepPartsAttributes {
-  ffi::Span<const int64_t> devices, rows, sizes;
+  ffi::Span<const int64_t> devices;
+  int64_t per_group;
+  ffi::Span<const int64_t> rows, sizes;
   ffi::Span<const int64_t> offsets, mu_offsets, nu_offsets;
   ffi::Span<const int32_t> groups;
   int32_t flags;
@@ -41,11 +46,12 @@ struct StepPartsAttributes {
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::SumPartsAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
+                                      StructMember<int64_t>("per_group"),
                                       StructMember<Span<const int64_t>>("rows"),
                                       StructMember<Span<const int64_t>>("sizes"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jdistadam::StepPartsAttributes, StructMember<Span<const int64_t>>("devices"),
-    StructMember<Span<const int64_t>>("rows"), StructMember<Span<const int64_t>>("sizes"),
+    StructMember<int64_t>("per_group"), StructMember<Span<const int64_t>>("rows"), StructMember<Span<const int64_t>>("sizes"),
     StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
     StructMember<Span<const int64_t>>("nu_offsets"), StructMember<Span<const int32_t>>("groups"),
     StructMember<int32_t>("flags"), StructMember<bool>("summed"), StructMember<bool>("whole"));
@@ -218,8 +224,9 @@ template <typename Context>
 ffi::Error SumPartsHandler(FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            SumPartsAttributes a, int32_t ordinal, Context context) {
   PartsCall call = {};
-  const int me = PlaceAmong(a.devices, ordinal);
-  const ffi::Error error = BuildSumOfParts(a, norm_scale, args, rets, me, &call);
+  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  a.devices = group.devices;
+  const ffi::Error error = BuildSumOfParts(a, norm_scale, args, rets, group.me, &call);
   return error.failure() ? error : Run(context, call);
 }
 
@@ -232,8 +239,9 @@ ffi::Error StepPartsHandler(FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coe
   call.coefficients = coefficients.typed_data();
   call.inv_scale = inv_scale.typed_data();
   call.found_inf = found_inf.typed_data();
-  const int me = PlaceAmong(a.devices, ordinal);
-  const ffi::Error error = BuildStepOnParts(a, norm_scale, coefficients, args, rets, me, &call);
+  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  a.devices = group.devices;
+  const ffi::Error error = BuildStepOnParts(a, norm_scale, coefficients, args, rets, group.me, &call);
   return error.failure() ? error : Run(context, call);
 }
 

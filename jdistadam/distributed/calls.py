@@ -62,7 +62,7 @@ def make_calls(
     """
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
     for i, bucket in enumerate(layout.buckets):
-        rests_cut = bool(config.places) and bucket.is_sharded_param
+        rests_cut = config.communication.is_peer and bucket.is_sharded_param
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded, rests_cut)
         of_kind.setdefault(kind, []).append(i)
     has_windows = config.updates_early or config.steps_on_host
@@ -76,7 +76,7 @@ def make_calls(
         else:
             groups = [indices] if has_windows else _merged(schedule, indices)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
-    if config.places:
+    if config.communication.is_peer:
         whole = _before_their_gathers(whole, needs_all=config.takes_norm_first)
     pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
     calls = [_call(config, STEPPED, x) for x in pieces]

@@ -7,14 +7,15 @@ pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
-    devices                       of one process, along the only axis of the mesh
-    sharding_strategy             "optim"; "optim_grads_params" with reshard_after_forward=False
+    devices                       of one process, along one shard axis; no model axes
+    sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
-    state_memory                  "device"
-    early_updates                 not True
+    early_updates                 False, as by default, except with a state in host memory
 
-Such steps must be started from one thread: devices wait for each other in every step, so two
-threads whose programs reach two GPUs in different orders would wait until the timeout.
+Within such a step XLA sends what a scan gathers, layer by layer, because it overlaps the iterations
+of loops, and whatever goes along replica axes. It must be started from one thread: devices wait for
+each other in every step, so two threads whose programs reach two GPUs in different orders would
+wait until the timeout.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
 hold. "peer" raises if a row does not hold.
@@ -26,7 +27,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +35,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
+from jdistadam.core.collectives import Axes
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import BucketSchedule, Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
+from jdistadam.kernels.copies import Groups
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
 
 _REQUESTS = ("auto", "xla", "peer")
@@ -74,8 +77,7 @@ def choose_communication(
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
     *,
-    on_host: Collection[str] = (),
-    early_updates: bool = False,
+    updates_early: bool = False,
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -83,8 +85,7 @@ def choose_communication(
       requested: "auto", "xla" or "peer".
       parallel: The axes and the strategy.
       policy: The dtypes that are stored and sent.
-      on_host: The flat arrays of the state in host memory.
-      early_updates: Whether updates run during the backward pass.
+      updates_early: Whether updates run during the backward pass.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" but not supported.
@@ -98,10 +99,8 @@ def choose_communication(
     if requested == "xla":
         return OVER_XLA
     reasons = [*_obstacles(parallel, policy)]
-    if on_host:
-        reasons.insert(0, f"state_memory of {', '.join(on_host)}")
-    if early_updates:
-        reasons.insert(0, "early_updates")
+    if updates_early:
+        reasons.insert(0, "updates during the backward pass")
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons:
@@ -109,9 +108,8 @@ def choose_communication(
     if requested == "peer":
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
-            f'got {reasons[0]}, expected "optim", or "optim_grads_params" with '
-            "reshard_after_forward=False, float32 sums, the state on the device and no early "
-            "updates, on several devices of one process. "
+            f"got {reasons[0]}, expected sharded state, float32 sums and no early updates, over "
+            "one axis of several devices of one process, without model axes. "
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])
@@ -119,13 +117,13 @@ def choose_communication(
 
 def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator[str]:
     """The rows of the module's table that do not hold."""
-    if parallel.shards_params and parallel.reshard_after_forward:
-        yield "reshard_after_forward=True"
-    if not (parallel.strategy == "optim" or parallel.shards_params):
+    if parallel.strategy == "no_shard":
         yield f"sharding_strategy {parallel.strategy!r}"
-    if len(parallel.mesh.axis_names) > 1:
+    if parallel.tensor_axes:
         yield f"a mesh with axes {', '.join(parallel.mesh.axis_names)}"
-    if parallel.num_devices == 1:
+    if len(parallel.shard_axes) > 1:
+        yield f"shard axes {', '.join(parallel.shard_axes)}"
+    if parallel.size(parallel.shard_axes) == 1:
         yield "1 device"
     if policy.grad_reduce_dtype != np.float32:
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
@@ -185,10 +183,19 @@ def why_gpus_are_apart(devices: Sequence[Any]) -> str:
     return ""
 
 
+def groups_of(communication: Communication, parallel: DataParallel, axes: Axes) -> Groups:
+    """Returns the devices along axes, for all places along others; none if XLA sends along them."""
+    if not communication.is_peer or axes != parallel.shard_axes:
+        return ()
+    return _groups_along(parallel.mesh, axes)
+
+
 @functools.cache
-def places(mesh: Any) -> tuple[int, ...]:
-    """The local numbers of a mesh's devices, in its order, as handlers use them."""
-    return tuple(int(local_number(device)) for device in mesh.devices.flat)
+def _groups_along(mesh: Any, axes: Axes) -> Groups:
+    last = [mesh.axis_names.index(axis) for axis in axes]
+    numbers = np.vectorize(local_number, otypes=[int])(mesh.devices)
+    moved = np.moveaxis(numbers, last, range(-len(last), 0))
+    return tuple(map(tuple, moved.reshape(-1, math.prod(mesh.shape[x] for x in axes)).tolist()))
 
 
 def local_number(device: Any) -> int:
@@ -224,7 +231,7 @@ def exchanged_parts(phases: Sequence[Phase], x: jax.Array, dim: int) -> Parts | 
       dim: The dimension along which the sum is cut.
     """
     sent = [phase for phase in phases if phase]
-    return _exchanged(sent[0], x, dim) if sent and sent[0][0].places else None
+    return _exchanged(sent[0], x, dim) if len(sent) == 1 and sent[0][0].groups else None
 
 
 def _exchanged(phase: Phase, x: jax.Array, dim: int) -> Parts:
@@ -234,8 +241,8 @@ def _exchanged(phase: Phase, x: jax.Array, dim: int) -> Parts:
     # The reshape keeps XLA from adding what is not rounded yet.
     apart = x.reshape((*x.shape[:dim], exchange.devices, length, *x.shape[dim + 1 :]))
     own = collectives.keep_cast(apart, exchange.dtype).reshape(x.shape)
-    received = copies.exchange(own, dim=dim, places=exchange.places)
-    return Parts(own, received, Cut(part, dim, exchange.places))
+    received = copies.exchange(own, dim=dim, groups=exchange.groups)
+    return Parts(own, received, Cut(part, dim, exchange.groups))
 
 
 def _sum_phase(phase: Phase, x: jax.Array, dim: int) -> jax.Array:
@@ -257,7 +264,7 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
 
     Contributions are rounded once to the dtype of the first exchange; partial sums stay float32.
     """
-    if exchanges[0].places:
+    if exchanges[0].groups:
         return sum_parts([_exchanged(exchanges, x, dim)]).sums[0]
     sizes = [c.devices for c in reversed(exchanges)]  # in the order of the axes, outermost first
     part = x.shape[dim] // math.prod(sizes)
@@ -283,7 +290,7 @@ def gathered_params(
     bucket = entry.bucket
     if is_whole:
         (gather,) = entry.after_update
-        return copies.gather_in_place(new, dim=bucket.cut_dim, places=gather.places)
+        return copies.gather_in_place(new, dim=bucket.cut_dim, groups=gather.groups)
     new = gather_parameters(entry.after_update, new, bucket.cut_dim)
     equal = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
     return collectives.to_invariant(new, equal)
@@ -303,8 +310,8 @@ def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invar
     whole = shard
     for gather in phase:
         whole = collectives.round_to(whole, gather.dtype)
-        if gather.places:
-            whole = copies.gather(whole, dim=dim, places=gather.places, to=to)
+        if gather.groups:
+            whole = copies.gather(whole, dim=dim, groups=gather.groups, to=to)
         else:
             whole = collectives.all_gather(whole, gather.axes, dim=dim, to=to)
     return whole.astype(shard.dtype)

@@ -174,7 +174,7 @@ class DistributedConfig:
         if key not in self._schedules:
             layout = self.layout(whole)
             schedule = make_schedule(
-                layout, self.parallel, self.policy, accumulate_steps, self.places
+                layout, self.parallel, self.policy, accumulate_steps, self.groups_of
             )
             self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
         return self._schedules[key]
@@ -183,10 +183,9 @@ class DistributedConfig:
     def _schedules(self) -> dict[Any, Schedule]:
         return {}
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Local numbers of the devices, if they copy from memory to memory."""
-        return communication.places(self.mesh) if self.communication.is_peer else ()
+    def groups_of(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Returns the groups of devices along axes, if they copy from memory to memory."""
+        return communication.groups_of(self.communication, self.parallel, axes)
 
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout; states carry its digest."""

@@ -39,9 +39,10 @@ from jdistadam.distributed import communication, model_axes
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.schedule import Schedule, phases_of_shard
+from jdistadam.distributed.schedule import Schedule, over_xla, phases_of_shard
 from jdistadam.distributed.shard import Shard, as_shards, is_shard, leaves_of, refuse_unmarked
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.kernels import copies
 
 
 def local_params(params: Params, tx: DistributedTransformation) -> Any:
@@ -250,7 +251,7 @@ def in_loss() -> Any:
     return _weight_in_loss(_weight_in_loss.value or _UNWEIGHTED)
 
 
-def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
+def remat_policy(primitive: Any, *_: Any, **params: Any) -> bool:
     """Says what ``jax.checkpoint`` saves; results of ``gather_params`` are gathered again.
 
     It saves results that take time to compute: products, reductions, exponentials, custom calls.
@@ -268,7 +269,8 @@ def remat_policy(primitive: Any, *_: Any, **__: Any) -> bool:
       >>> jax.grad(lambda w: f(w, jnp.ones((1, 2))).sum())(jnp.zeros((2, 2))).tolist()
       [[1.0, 1.0], [1.0, 1.0]]
     """
-    return primitive.name not in _GATHERED_AGAIN
+    is_copy = params.get("target_name") in (copies.START, copies.WAIT)
+    return primitive.name not in _GATHERED_AGAIN and not is_copy
 
 
 # The collective itself, and operations that may be between it and the first use: if saved, they
@@ -288,8 +290,9 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     if current is not None:
         current.is_used, weight = True, current.weight
     size = shard.value.size * parallel.size(parallel.shard_axes)
+    groups_of = over_xla if shard.is_scanned else config.groups_of
     gather_phase, reduce_phase = phases_of_shard(
-        parallel, config.policy, size, shard.dtype, config.places
+        parallel, config.policy, size, shard.dtype, groups_of
     )
     run = model_axes.on_each_shard(config, shard.spec)
     # JAX keeps the functions below: they must not hold the traced value.

@@ -243,13 +243,6 @@ def distributed(
         bucket_bytes=bucket_bytes,
         given_param_specs=param_specs,
         layers=layers,
-        communication=choose_communication(
-            communication,
-            parallel,
-            policy,
-            on_host=on_host,
-            early_updates=bool(early_updates),
-        ),
         ema_decay=ema_decay,
         norm_guard=norm_guard,
         norms=norms,
@@ -257,6 +250,10 @@ def distributed(
         early_updates=early_updates,
         reshard_after_backward=reshard_after_backward,
     )
+    chosen = choose_communication(
+        communication, parallel, policy, updates_early=config.updates_early
+    )
+    config = dataclasses.replace(config, communication=chosen)
     _check_effects(config)
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)

@@ -21,10 +21,12 @@ from jdistadam.kernels.parts import Cut, Parts, PartsResults, step_parts, sum_pa
 def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
     """Whether one kernel adds the parts of a bucket's gradient and steps.
 
-    It has no codecs, rounding or norms of leaves, and needs float32 main parameters.
+    It has no codecs, rounding or norms of leaves, and needs float32 main parameters, of which
+    devices have equal parts, in device memory.
     """
     return (
-        bool(config.places)
+        config.communication.is_peer
+        and not (config.parallel.replica_axes or config.on_host)
         and bucket.has_main
         and config.policy.main_params == FLOAT32
         and not config.algorithm.storage.is_any
@@ -51,11 +53,12 @@ def step_on_parts(
     Returns:
       The results; new parameters are whole if ``is_written_whole``.
     """
+    groups = config.groups_of(config.parallel.shard_axes)
     return step_parts(
         spec,
         scalars,
         operands,
-        cuts=[Cut(x.shard_shape, x.cut_dim, config.places) for x in call.buckets],
+        cuts=[Cut(x.shard_shape, x.cut_dim, groups) for x in call.buckets],
         norm_scale=norm_scale,
         is_whole=is_written_whole(config, call.buckets[0]),
     )

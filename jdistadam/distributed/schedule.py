@@ -24,6 +24,7 @@ Scalars (norm, loss, weights) are not listed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.layers import BLOCK, SCAN
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.kernels.copies import Groups
 
 _SMALL = 0.01  # share of a layer's parameters: biases and norm scales are smaller, matrices larger
 
@@ -54,7 +56,7 @@ class Collective:
         factors again, but not every bias.
       when: "step": once; "micro-batch": in each; "layer": for each layer of a scan, in each
         micro-batch.
-      places: Local numbers of the devices along the axes, if they copy from memory to memory
+      groups: Groups of devices along the axes, if they copy from memory to memory
         (kernels/copies.py). (): a collective of XLA.
     """
 
@@ -67,12 +69,12 @@ class Collective:
     leaves: tuple[str, ...]
     is_optional: bool = False
     when: str = "step"
-    places: tuple[int, ...] = ()
+    groups: Groups = ()
 
     @property
     def transport(self) -> str:
         """How bytes move between devices: "xla" or "peer"."""
-        return "peer" if self.places else "xla"
+        return "peer" if self.groups else "xla"
 
     @property
     def result_elements(self) -> int:
@@ -138,7 +140,7 @@ class BucketSchedule:
     @property
     def is_copied(self) -> bool:
         """Whether it goes over peer memory."""
-        return any(x.places for x in self.collectives)
+        return any(x.groups for x in self.collectives)
 
     @property
     def whole_bytes(self) -> int:
@@ -179,12 +181,18 @@ class Schedule:
         return tuple(c for entry in self.buckets for c in entry.collectives)
 
 
+def over_xla(axes: Axes) -> Groups:
+    """Returns no groups: all collectives go over XLA."""
+    del axes
+    return ()
+
+
 def make_schedule(
     layout: Layout,
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
     accumulate_steps: int = 1,
-    places: tuple[int, ...] = (),
+    groups_of: Callable[[Axes], Groups] = over_xla,
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
 
@@ -193,7 +201,7 @@ def make_schedule(
       parallel: The axes and the strategy.
       policy: The dtypes.
       accumulate_steps: Number of micro-batches; affects only ``times``.
-      places: As in ``Collective``, of all devices.
+      groups_of: Returns, for axes, ``groups`` of a collective along them.
 
     Example:
       >>> import jax
@@ -212,13 +220,15 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    maker = _PhaseMaker(parallel, policy, num_reductions, places)
+    maker = _PhaseMaker(parallel, policy, num_reductions, groups_of)
+    over_xla_maker = dataclasses.replace(maker, groups_of=over_xla)  # whose loops it pipelines
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
         leaf = layout.leaves[bucket.leaves[0]]
         stacked = leaf.shape[0] if leaf.layers == SCAN and not bucket.is_packed else 0
-        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
+        of_bucket = maker if bucket.num_layers is None else over_xla_maker
+        entry = of_bucket.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
         if leaf.layers == BLOCK and bucket.is_sharded_param and parallel.gathers_layers:
             # In the backward pass again if the model uses jax.checkpoint.
             gather = _repeated(entry.gather, "micro-batch", num_reductions)
@@ -237,7 +247,7 @@ def phases_of_shard(
     policy: MixedPrecisionPolicy,
     elements: int,
     dtype: Any,
-    places: tuple[int, ...] = (),
+    groups_of: Callable[[Axes], Groups] = over_xla,
 ) -> tuple[Phase, Phase]:
     """Returns how a sharded parameter is gathered, and its gradients summed.
 
@@ -248,9 +258,9 @@ def phases_of_shard(
       policy: The dtypes.
       elements: Size of the whole parameter, or of one layer of it.
       dtype: The dtype of the parameter.
-      places: As in ``Collective``, of all devices.
+      groups_of: Returns, for axes, ``groups`` of a collective along them.
     """
-    maker = _PhaseMaker(parallel, policy, num_reductions=1, places=places)
+    maker = _PhaseMaker(parallel, policy, num_reductions=1, groups_of=groups_of)
     axes = parallel.shard_axes
     gather = maker.all_gather((), elements, axes, dtype)
     return gather, maker.reduce_scatter((), elements, axes, policy.comm_dtype)
@@ -263,7 +273,7 @@ class _PhaseMaker:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
-    places: tuple[int, ...]
+    groups_of: Callable[[Axes], Groups]
 
     def bucket_schedule(
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, stacked: int
@@ -331,8 +341,8 @@ class _PhaseMaker:
     def _one(
         self, op: str, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Collective:
-        devices, dtype, places = self.parallel.size(axes), jnp.dtype(dtype), self.places
-        return Collective(op, dtype, elements, axes, devices, 1, paths, places=places)
+        devices, dtype, groups = self.parallel.size(axes), jnp.dtype(dtype), self.groups_of(axes)
+        return Collective(op, dtype, elements, axes, devices, 1, paths, groups=groups)
 
 
 def _repeated(phase: Phase, when: str, times: int) -> Phase:

@@ -17,6 +17,9 @@ import numpy as np
 
 from jdistadam.kernels import native
 
+Groups = tuple[tuple[int, ...], ...]
+"""Of devices that copy among each other: their local numbers, in the order of the parts."""
+
 START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
 """The targets of the two calls."""
 
@@ -26,36 +29,36 @@ LIMIT_SECONDS = 300
 _SITES = itertools.count(1)  # a number per traced start
 
 
-def exchange(x: jax.Array, *, dim: int, places: tuple[int, ...]) -> jax.Array:
+def exchange(x: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
     """Sends part ``i`` of dimension ``dim`` to device ``i``.
 
     Args:
       x: An array of N equal parts along ``dim``.
       dim: The dimension to distribute.
-      places: Local numbers of the N devices, in the order of the parts.
+      groups: Of N devices each, which copy among each other.
 
     Returns:
       The parts of the other N - 1 devices, stacked in a new first dimension, in their order.
     """
-    n = len(places)
+    n = len(groups[0])
     part = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     target = native.type_like(x, (n - 1, *part), x.dtype)
-    return _copied(x, target, rows=math.prod(x.shape[:dim]), gathers=False, places=places)
+    return _copied(x, target, rows=math.prod(x.shape[:dim]), gathers=False, groups=groups)
 
 
-def gather(shard: jax.Array, *, dim: int, places: tuple[int, ...], to: str) -> jax.Array:
+def gather(shard: jax.Array, *, dim: int, groups: Groups, to: str) -> jax.Array:
     """Concatenates every device's shard along ``dim``; the result is equal on all devices.
 
     Its type says so unless ``to`` is "varying".
     """
-    shape = (*shard.shape[:dim], shard.shape[dim] * len(places), *shard.shape[dim + 1 :])
+    shape = (*shard.shape[:dim], shard.shape[dim] * len(groups[0]), *shard.shape[dim + 1 :])
     target = native.type_like(shard, shape, shard.dtype)
     if to != "varying":
         target = jax.ShapeDtypeStruct(shape, shard.dtype)
-    return _copied(shard, target, rows=math.prod(shard.shape[:dim]), gathers=True, places=places)
+    return _copied(shard, target, rows=math.prod(shard.shape[:dim]), gathers=True, groups=groups)
 
 
-def gather_in_place(whole: jax.Array, *, dim: int, places: tuple[int, ...]) -> jax.Array:
+def gather_in_place(whole: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
     """Completes an array of which every device has written its part along ``dim``.
 
     Returns:
@@ -63,7 +66,7 @@ def gather_in_place(whole: jax.Array, *, dim: int, places: tuple[int, ...]) -> j
     """
     target = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
     rows = math.prod(whole.shape[:dim])
-    return _copied(whole, target, rows=rows, gathers=True, places=places, in_place=True)
+    return _copied(whole, target, rows=rows, gathers=True, groups=groups, in_place=True)
 
 
 def _copied(
@@ -72,16 +75,16 @@ def _copied(
     *,
     rows: int,
     gathers: bool,
-    places: tuple[int, ...],
+    groups: Groups,
     in_place: bool = False,
 ) -> jax.Array:
     """Starts a copy and waits for it."""
-    devices, source = np.asarray(places, np.int64), native.unfused(source)
+    source, numbers = native.unfused(source), attributes_of(groups)
     with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
         start = jax.ffi.ffi_call(START, [target], input_output_aliases=_aliases(in_place, 1))
         (started,) = start(
             source,
-            devices=devices,
+            **numbers,
             gathers=np.bool_(gathers),
             in_place=np.bool_(in_place),
             rows=np.asarray([rows], np.int64),
@@ -89,8 +92,13 @@ def _copied(
         )
         wait = jax.ffi.ffi_call(WAIT, [target], input_output_aliases={0: 0})
         sources = () if in_place else (source,)
-        (arrived,) = wait(started, *sources, devices=devices, limit_seconds=np.int64(LIMIT_SECONDS))
+        (arrived,) = wait(started, *sources, **numbers, limit_seconds=np.int64(LIMIT_SECONDS))
     return native.unfused(arrived)
+
+
+def attributes_of(groups: Groups) -> dict[str, Any]:
+    """The attributes of a call that say which devices copy among each other."""
+    return {"devices": np.asarray(groups, np.int64).ravel(), "per_group": np.int64(len(groups[0]))}
 
 
 def _aliases(in_place: bool, count: int) -> dict[int, int]:
@@ -130,17 +138,19 @@ def wait_together(
       The targets, which have arrived.
     """
     attributes = dict(eqns[0].params["attributes"])
-    _, in_place = kind_of(eqns[0])
+    _, in_place, _ = kind_of(eqns[0])
     call = jax.ffi.ffi_call(
         WAIT, types, has_side_effect=True, input_output_aliases=_aliases(True, len(types))
     )
     sources = [] if in_place else sources
     limit = np.int64(LIMIT_SECONDS)
-    devices = attributes["devices"].val
-    return list(call(*targets, *sources, *after, devices=devices, limit_seconds=limit))
+    numbers = {"devices": attributes["devices"].val, "per_group": attributes["per_group"]}
+    numbers = {name: getattr(x, "val", x) for name, x in numbers.items()}
+    return list(call(*targets, *sources, *after, **numbers, limit_seconds=limit))
 
 
-def kind_of(eqn: Any) -> tuple[bool, bool]:
-    """Returns whether a traced start gathers; otherwise it exchanges; and whether in place."""
+def kind_of(eqn: Any) -> tuple[bool, bool, str]:
+    """Returns whether a traced start gathers, or exchanges; whether in place; and the groups."""
     attributes = dict(eqn.params["attributes"])
-    return bool(attributes["gathers"]), bool(attributes["in_place"])
+    groups = attributes["devices"].val.reshape(-1, int(attributes["per_group"])).tolist()
+    return bool(attributes["gathers"]), bool(attributes["in_place"]), repr(groups)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
-from jdistadam.kernels import native
+from jdistadam.kernels import copies, native
 from jdistadam.kernels.adam import bits_of
 from jdistadam.kernels.multi_tensor import tiles_type
 from jdistadam.kernels.operands import Operands, Scalars, Spec
@@ -27,11 +27,11 @@ SUM, STEP = "jdistadam_sum_parts", "jdistadam_step_parts"
 
 
 class Cut(NamedTuple):
-    """How a gradient is cut: the shape of a part, its dimension, and the devices' local numbers."""
+    """How a gradient is cut: the shape of a part, its dimension, and the groups of devices."""
 
     shape: tuple[int, ...]
     dim: int
-    places: tuple[int, ...]
+    groups: copies.Groups
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
     def whole(self) -> tuple[int, ...]:
         """The shape of the gradient."""
         whole = list(self.shape)
-        whole[self.dim] *= len(self.places)
+        whole[self.dim] *= len(self.groups[0])
         return tuple(whole)
 
 
@@ -165,7 +165,7 @@ _OFFSETS = (("offsets", "params"), ("mu_offsets", "mu"), ("nu_offsets", "nu"))
 
 def _attributes(cuts: Sequence[Cut]) -> dict[str, Any]:
     return {
-        "devices": np.asarray(cuts[0].places, np.int64),
+        **copies.attributes_of(cuts[0].groups),
         "rows": np.asarray([math.prod(cut.shape[: cut.dim]) for cut in cuts], np.int64),
         "sizes": np.asarray([cut.size for cut in cuts], np.int64),
     }

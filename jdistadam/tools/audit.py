@@ -247,7 +247,7 @@ def _planned(step: TrainStep, schedule: Schedule) -> tuple[_Counter, _Counter]:
     for c in schedule.collectives:
         is_scalar = c.op == "all-reduce" and c.result_elements <= _MAX_SCALARS
         if c.devices > 1 and not is_scalar:
-            key = hlo.COPIED * bool(c.places) + c.op, c.dtype.name, c.devices
+            key = hlo.COPIED * bool(c.groups) + c.op, c.dtype.name, c.devices
             planned[key] += c.result_elements * c.times
             optional[key] += c.result_elements * c.times * c.is_optional
     parallel, layout = config.parallel, schedule.layout

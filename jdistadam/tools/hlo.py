@@ -75,10 +75,10 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
 def _copied(line: str) -> CompiledCollective | None:
     """The collective that a custom call starts, once; None if the line has no such call."""
     found = re.search(r"= (\S.*?) custom-call\(", line)
-    places = re.search(r"devices = (?:dense<\[?|array<i64: )([\d, ]+)", line)
-    if not found or not places:
+    per_group = re.search(r"per_group = (\d+)", line)
+    if not found or not per_group:
         return None
-    devices, arrays = len(places[1].split(",")), _arrays(found[1])
+    devices, arrays = int(per_group[1]), _arrays(found[1])
     if "gathers = true" in line:
         return CompiledCollective(f"{COPIED}all-gather", arrays, devices, 1, True)
     # A device does not send itself its own part.

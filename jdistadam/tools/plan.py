@@ -216,7 +216,7 @@ def _buffers(
         yield "gradients as sent", whole * sent
     itemsize = jnp.dtype(bucket.dtype).itemsize
     is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
-    if config.places:
+    if config.communication.is_peer:
         yield "mailboxes", (whole - inner) * sent
         if config.takes_norm_first or not parts_of_gradients.steps_on_parts(config, bucket):
             yield "reduced gradients", inner * 4  # their norm is needed before the update

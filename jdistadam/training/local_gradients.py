@@ -169,7 +169,7 @@ class _Gradient:
             with weighting_shards(weight) as shards:
                 (_, out), grads = differentiate(params)
             out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
-        elif (config.updates_early or config.places) and not is_in_loop:
+        elif (config.updates_early or config.communication.is_peer) and not is_in_loop:
             ((_, out), grads), order = with_order(differentiate, params)
         else:
             (_, out), grads = differentiate(params)

@@ -20,8 +20,10 @@ their first use in the forward pass, their gradients at the last in the backward
 
 from __future__ import annotations
 
+import collections
 import functools
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,24 +36,89 @@ from jdistadam.kernels.adam import UPDATES
 from jdistadam.training.early_updates import PRODUCTS, contains, inlined, variables
 from jdistadam.training.traced_gradients import evaluate_one, values_of
 
-
-def with_overlap(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the results of ``step``: [Note: overlap]."""
-
-    def overlapped(*args: Any) -> Any:
-        traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
-        names = _ANCHORS | {copies.START}
-        traced = jax.make_jaxpr(functools.partial(inlined, traced, names=names))(*leaves)
-        return jax.tree.unflatten(treedef, _Evaluation(traced, leaves).results())
-
-    return overlapped
-
-
 _ANCHORS = PRODUCTS | UPDATES | {parts.SUM, parts.STEP}
 
 TOGETHER_BYTES = 128 << 20
 """Copies start together, in the order in which they could start, until they are as many bytes."""
+
+AHEAD_BYTES = 2 * TOGETHER_BYTES
+"""With little memory, no more gathers start while as many bytes are on their way."""
+
+FLOP_PER_BYTE = 4000
+"""Otherwise exchanges are held until no more work than this is left, for each byte to send.
+
+It is twice what an H100 does while it sends a byte over NVLink: 500e12 FLOP/s beside 250e9 bytes/s.
+"""
+
+
+def with_overlap(step: Callable[..., Any], *, saves_memory: bool) -> Callable[..., Any]:
+    """Returns a function with the results of ``step``: [Note: overlap].
+
+    Args:
+      step: The program of one device.
+      saves_memory: Whether gathered parameters and whole gradients are to exist for a short time.
+    """
+
+    def overlapped(*args: Any) -> Any:
+        traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
+        return jax.tree.unflatten(treedef, _in_another_order(traced, leaves, saves_memory))
+
+    return overlapped
+
+
+def _in_another_order(traced: Any, args: list[Any], saves_memory: bool) -> list[Any]:
+    """Evaluates a jaxpr: [Note: overlap]."""
+    names = _ANCHORS | {copies.START}
+    traced = jax.make_jaxpr(functools.partial(inlined, traced, names=names))(*args)
+    return _Evaluation(_with_parted_barriers(traced), args, saves_memory).results()
+
+
+def _with_parted_barriers(traced: Any) -> Any:
+    """A jaxpr whose barriers do not keep gathers, and sums over devices, at their place.
+
+    Before layers that are computed again, JAX puts a barrier around all that they need, also what a
+    gather sends. [Note: one block at a time] has one around sums of gradients.
+    """
+    eqns = traced.jaxpr.eqns
+    given, sums = {*traced.jaxpr.constvars, *traced.jaxpr.invars}, set[Any]()
+    for eqn in eqns:
+        for old, new in _from_to(eqn):
+            given.update([new] if given.issuperset(old) else ())
+            sums.update([new] if old and old <= sums | given and old & sums else ())
+        sums.update(eqn.outvars if contains(eqn, {parts.SUM}) else ())
+    sent, found = set[Any](), list[Any]()
+    for eqn in reversed(eqns):
+        pairs = _from_to(eqn)
+        if _is_gather(eqn):
+            sent.update(eqn.invars)
+        sent.update(v for old, new in pairs if new in sent & given for v in old)
+        if eqn.primitive.name != "optimization_barrier":
+            found.append(eqn)
+            continue
+        kinds: dict[Any, list[int]] = {}
+        for i, (_, new) in enumerate(pairs):
+            kind = ("sent", i) if new in sent & given else ("sums", new in sums)
+            kinds.setdefault(kind, []).append(i)
+        for part in kinds.values():
+            of_part = ([x[i] for i in part] for x in (eqn.invars, eqn.outvars))
+            found.append(eqn.replace(**dict(zip(("invars", "outvars"), of_part, strict=True))))
+    return core.ClosedJaxpr(traced.jaxpr.replace(eqns=found[::-1]), traced.consts)
+
+
+def _from_to(eqn: Any) -> list[tuple[set[Any], Any]]:
+    """For each result of an equation, what it is made of; none for those of anchors and waits."""
+    if eqn.primitive.name == "optimization_barrier":
+        each = [set(variables([v])) for v in eqn.invars]
+        return list(zip(each, eqn.outvars, strict=True))
+    if contains(eqn, _ANCHORS | {copies.WAIT}):
+        return []
+    return [(set(variables(eqn.invars)), v) for v in eqn.outvars]
+
+
+def _is_gather(eqn: Any) -> bool:
+    is_start = eqn.params.get("target_name") == copies.START
+    return is_start and copies.kind_of(eqn)[0]
 
 
 class _Evaluation:
@@ -60,13 +127,14 @@ class _Evaluation:
     An *anchor* is a product or an update: what copies overlap.
     """
 
-    def __init__(self, traced: Any, args: list[Any]) -> None:
+    def __init__(self, traced: Any, args: list[Any], saves_memory: bool) -> None:
+        self._saves_memory = saves_memory
         self._jaxpr, self._eqns = traced.jaxpr, traced.jaxpr.eqns
         self._known = dict(zip(self._jaxpr.constvars, traced.consts, strict=True))
         self._known |= zip(self._jaxpr.invars, args, strict=True)
         self._made_by = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
         targets = [x.params.get("target_name") for x in self._eqns]
-        live = self._live()  # XLA could not leave out a start that travels with others
+        live, self._used = self._live()  # XLA could not leave out a start that travels with others
         self._is_start = [x == copies.START and i in live for i, x in enumerate(targets)]
         self._is_wait = [x == copies.WAIT for x in targets]
         self._wait_of = {
@@ -76,15 +144,27 @@ class _Evaluation:
         products = [i for i, eqn in enumerate(self._eqns) if contains(eqn, PRODUCTS)]
         self._end = products[-1] + 1 if products else 0
         self._simple = self._made_of_arguments()
+        self._is_ahead = [
+            x and _is_gather(eqn) and self._simple.issuperset(variables(eqn.invars))
+            for x, eqn in zip(self._is_start, self._eqns, strict=True)
+        ]
         self._is_lazy = self._lazy()
         self._is_hoisted = self._hoisted()
         self._rank = self._ranks()
+        self._exchanges_of, self._sums_of = self._sums_of_copies()
         self._done = [False] * len(self._eqns)
         self._users: dict[Any, list[int]] = {}
         self._num_missing: dict[int, int] = {}
         self._ready: list[tuple[int, int]] = []
         self._together: list[int] = []  # starts that travel together, when there are enough
+        self._ahead: collections.deque[int] = collections.deque()  # gathers that could start
         self._group_of: dict[Any, list[int]] = {}  # by target: what has started together
+        self._bytes_ahead = 0  # of gathers that have started before what they need was known
+        # What is left to do and to send before the last product.
+        self._work = 0 if saves_memory else sum(map(_work_of, self._eqns[: self._end]))
+        starts = [i for i, x in enumerate(self._is_start) if x]
+        self._bytes_left = self._bytes_of(i for i in starts if not _is_gather(self._eqns[i]))
+        self._to_add: list[int] = []  # exchanges whose sums wait for the next ones to start
         self._pending: list[Any] = []  # targets of starts for which no anchor waits yet
         self._last: Any = None  # a result of the last anchor
 
@@ -99,6 +179,7 @@ class _Evaluation:
                 if not missing:
                     self._is_ready(i)
         self._run_ready()
+        self._start_ahead()
         for i in range(len(self._eqns)):  # the model, then sums and updates
             if not (self._is_lazy[i] or self._is_hoisted[i]):
                 self._run(i)
@@ -112,15 +193,15 @@ class _Evaluation:
         self._demand(self._jaxpr.outvars)
         return values_of(self._jaxpr.outvars, self._known)
 
-    def _live(self) -> set[int]:
-        """The equations on which results or effects depend."""
+    def _live(self) -> tuple[set[int], set[Any]]:
+        """The equations on which results or effects depend, and the variables."""
         live = {i for i, eqn in enumerate(self._eqns) if _has_effects(eqn)}
         needed = set(variables(self._jaxpr.outvars))
         for i in reversed(range(len(self._eqns))):
             if i in live or not needed.isdisjoint(self._eqns[i].outvars):
                 live.add(i)
                 needed.update(variables(self._eqns[i].invars))
-        return live
+        return live, needed
 
     def _made_of_arguments(self) -> set[Any]:
         """What is *simple*: made of arguments alone, without a product or an update."""
@@ -135,10 +216,15 @@ class _Evaluation:
         lazy, found = set[Any](), []
         for i, eqn in enumerate(self._eqns):
             used = set(variables(eqn.invars)) - (self._simple - lazy)
-            is_lazy = self._is_wait[i] or (
-                not (self._is_anchor[i] or self._is_start[i])
-                and (i >= self._end or (bool(used) and used <= lazy))
-                and not (i < self._end and _has_effects(eqn))
+            is_sum = contains(eqn, {parts.SUM})
+            is_lazy = (
+                self._is_wait[i]
+                or is_sum
+                or (
+                    not (self._is_anchor[i] or self._is_start[i])
+                    and (i >= self._end or (bool(used) and used <= lazy))
+                    and not (i < self._end and _has_effects(eqn))
+                )
             )
             lazy |= set(eqn.outvars) if is_lazy else set()
             found.append(is_lazy)
@@ -156,6 +242,26 @@ class _Evaluation:
                 if k >= 0 and is_early and not (self._is_wait[k] or self._is_anchor[k]):
                     found[k], self._is_lazy[k] = True, False
         return found
+
+    def _sums_of_copies(self) -> tuple[dict[int, set[int]], dict[int, list[int]]]:
+        """For sums before the last product: the exchanges whose parts they add; and the inverse."""
+        exchanges, sums = dict[int, set[int]](), dict[int, list[int]]()
+        for i, eqn in enumerate(self._eqns):
+            if not (self._is_lazy[i] and self._is_anchor[i]):
+                continue
+            stack, seen = variables(eqn.invars), set[Any]()
+            while stack:
+                v = stack.pop()
+                k = self._made_by.get(v, -1)
+                if k < 0 or k in seen:
+                    continue
+                seen.add(k)
+                if self._is_start[k]:
+                    exchanges.setdefault(i, set()).add(k)
+                    sums.setdefault(k, []).append(i)
+                elif self._is_lazy[k] and not self._is_anchor[k]:
+                    stack += variables(self._eqns[k].invars)
+        return exchanges, sums
 
     def _ranks(self) -> dict[int, int]:
         """The order of starts whose operands are known from the beginning: as results are needed.
@@ -205,6 +311,7 @@ class _Evaluation:
             i = self._made_by[v]
             missing = [u for u in variables(self._eqns[i].invars) if u not in self._known]
             if self._done[i]:  # a start, which has been collected
+                self._start_ahead(until=v)
                 self._start_together()
             elif missing:
                 stack += missing[::-1]
@@ -217,6 +324,9 @@ class _Evaluation:
             return
         self._done[i] = True
         eqn = self._eqns[i]
+        if self._is_ahead[i]:
+            self._ahead.append(i)
+            return
         if self._is_start[i]:
             self._add(i)
             return
@@ -226,17 +336,33 @@ class _Evaluation:
         if self._is_anchor[i]:
             self._before_anchor(i)
         values = values_of(eqn.invars, self._known)
+        if eqn.primitive.name == "scan" and contains(eqn, {copies.START}):
+            eqn = self._with_overlap(eqn)
         self._assign(eqn.outvars, evaluate_one(self._jaxpr, eqn, values))
         plain = [v for v in eqn.outvars if isinstance(getattr(v.aval, "dtype", None), np.dtype)]
-        if self._is_anchor[i] and plain:
+        # Waits take the last result; XLA would transpose one that is used transposed.
+        if self._is_anchor[i] and plain and (i + 1 == self._end or not _transposes(eqn)):
             # Larger results may be updated in place.
-            self._last = min(plain, key=lambda v: v.aval.size)
+            used = [v for v in plain if v in self._used] or plain  # XLA removes others
+            self._last = min(used, key=lambda v: v.aval.size)
+            if self._is_lazy[i]:  # a sum: the next product waits for it
+                self._pending.append(self._last)
+
+    def _with_overlap(self, loop: Any) -> Any:
+        """A loop with each step in another order."""
+        step, save = loop.params["jaxpr"], self._saves_memory
+        step = jax.make_jaxpr(lambda *args: _in_another_order(step, list(args), save))(
+            *step.in_avals
+        )
+        return loop.replace(params=loop.params | {"jaxpr": step})
 
     def _before_anchor(self, i: int) -> None:
         """Lets an anchor wait for starts: they run when it does, not later."""
-        gathers = any(copies.kind_of(self._eqns[k])[0] for k in self._together[:1])
+        gathers = any(_is_gather(self._eqns[k]) for k in self._together[:1])
         if i >= self._end or gathers:  # nothing else will travel with them
             self._start_together()
+        self._start_if_many()
+        self._work -= 0 if self._saves_memory else _work_of(self._eqns[i])
         made = [v for v in variables(self._eqns[i].invars) if v in self._made_by][:1]
         if made:  # a barrier around an argument might copy it
             self._tie([*made, *self._pending])
@@ -248,9 +374,39 @@ class _Evaluation:
         if first and copies.kind_of(self._eqns[first[0]]) != copies.kind_of(self._eqns[i]):
             self._start_together()
         self._together.append(i)
-        avals = [self._eqns[k].outvars[0].aval for k in self._together]
-        if sum(x.size * x.dtype.itemsize for x in avals) >= TOGETHER_BYTES:
+        self._start_if_many()
+        if self._bytes_of(self._together) >= TOGETHER_BYTES:  # held: XLA must not make it later
+            self._pending += variables(self._eqns[i].invars)
+
+    def _start_if_many(self) -> None:
+        """Starts what travels together, if it is enough, and it is late enough for gradients."""
+        is_many = self._bytes_of(self._together) >= TOGETHER_BYTES
+        if is_many and (
+            _is_gather(self._eqns[self._together[0]])
+            or self._work <= FLOP_PER_BYTE * self._bytes_left
+        ):
             self._start_together()
+
+    def _bytes_of(self, starts: Iterable[int]) -> int:
+        avals = [self._eqns[i].outvars[0].aval for i in starts]
+        return sum(x.size * x.dtype.itemsize for x in avals)
+
+    def _start_ahead(self, until: Any = None) -> None:
+        """Starts gathers of what is known from the beginning, as results are needed.
+
+        Until the target ``until`` has started, if it is one of them, and bytes are on their way.
+        """
+        targets = [self._eqns[i].outvars[0] for i in self._ahead]
+        needed = targets.index(until) + 1 if until in targets else 0
+        limit = AHEAD_BYTES if self._saves_memory else math.inf
+        if not self._ahead or (not needed and self._bytes_ahead >= limit):
+            return
+        self._start_together()  # others
+        while self._ahead and (needed > 0 or self._bytes_ahead < limit):
+            self._bytes_ahead += self._bytes_of([self._ahead[0]])
+            self._add(self._ahead.popleft())
+            needed -= 1
+        self._start_together()
 
     def _start_together(self) -> None:
         if not self._together:
@@ -264,6 +420,16 @@ class _Evaluation:
         self._assign(started, copies.start_together(eqns, values_of(sources, self._known)))
         self._group_of |= dict.fromkeys(started, group)
         self._pending += started
+        if not _is_gather(eqns[0]):
+            self._bytes_left -= self._bytes_of(group)
+            self._add_parts(group)
+
+    def _add_parts(self, started: list[int]) -> None:
+        """Adds what the exchanges before have brought, while those that have started travel."""
+        arrived, self._to_add = self._to_add, started
+        for k in dict.fromkeys(k for i in arrived for k in self._sums_of.get(i, ())):
+            if all(self._eqns[i].outvars[0] in self._group_of for i in self._exchanges_of[k]):
+                self._run(k)
 
     def _wait_for(self, group: list[int]) -> None:
         """Waits for what has started together.
@@ -285,6 +451,10 @@ class _Evaluation:
         for i, x in zip(waits, arrived, strict=True):
             self._done[i] = True
             self._assign(self._eqns[i].outvars, [x])
+        ahead = [i for i in group if self._is_ahead[i]]
+        self._bytes_ahead -= self._bytes_of(ahead)
+        if ahead:
+            self._start_ahead()
 
     def _assign(self, made: Iterable[Any], values: Iterable[Any]) -> None:
         for v, x in zip(made, values, strict=True):
@@ -301,6 +471,24 @@ class _Evaluation:
             return
         values = jax.lax.optimization_barrier(values_of(tied, self._known))
         self._known.update(zip(tied, values, strict=True))
+
+
+def _transposes(eqn: Any) -> bool:
+    """Whether a product is over other dimensions than the last of its first operand."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    ((contracted, _), _), ndim = eqn.params["dimension_numbers"], eqn.invars[0].aval.ndim
+    return tuple(contracted) != (ndim - 1,)
+
+
+def _work_of(eqn: Any) -> int:
+    """FLOPs of products."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        length = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        return 2 * eqn.outvars[0].aval.size * length
+    inner = core.jaxprs_in_params(eqn.params)
+    return eqn.params.get("length", 1) * sum(_work_of(x) for j in inner for x in j.eqns)
 
 
 def _has_effects(eqn: Any) -> bool:

@@ -49,8 +49,8 @@ def over_devices(
     """
     if tx.config.has_model_axes:
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
-    if tx.config.places:
-        on_a_device = with_overlap(on_a_device)
+    if tx.config.communication.is_peer:
+        on_a_device = with_overlap(on_a_device, saves_memory=tx.config.parallel.shards_grads)
     # Without vma checks: gradients of replicated params stay local, and models may use
     # primitives (Pallas, scans from a zero carry) that the check does not accept.
     return compat.shard_map(

@@ -39,7 +39,11 @@ STRATEGIES = {
     "optim": {},
     "gathered once": ONCE,
     "some whole": ONCE | dict(reshard_after_backward=lambda path: "columns" not in path),
+    "gradients": dict(sharding_strategy="optim_grads"),
+    "parameters": dict(sharding_strategy="optim_grads_params"),
 }
+HOST = dict(state_memory="pinned_host", early_updates=False)
+REPLICAS = dict(replica_axis="replica")
 
 
 def loss_fn(params, x):
@@ -98,6 +102,8 @@ OFTEN = {
     (2, "some whole", "groups", "bfloat16", "mixed"),
     (4, "some whole", "codes", "bfloat16", "bfloat16"),
     (4, "optim", "norms", "bfloat16", "bfloat16"),
+    (8, "gradients", "summed", "bfloat16", "mixed"),
+    (3, "parameters", "clipped sums", "bfloat16", "bfloat16"),
 }
 
 
@@ -117,12 +123,48 @@ def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(
         assert int(two[1][-1]["skipped"]) == 2
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("options", [REPLICAS, REPLICAS | dict(outer_sharding_strategy="optim")])
+@pytest.mark.parametrize("setting", ["plain", "clipped sums", "codes"])
+@often(
+    lambda shape, strategy, options, setting: (
+        (shape, strategy, len(options), setting)
+        in {
+            ((2, 2), "optim", 1, "plain"),
+            ((2, 4), "parameters", 2, "clipped sums"),
+            ((4, 2), "gathered once", 2, "codes"),
+        }
+    )
+)
+def test_devices_copy_along_one_axis_and_replicas_go_over_xla(shape, strategy, options, setting):
+    options = SETTINGS[setting] | STRATEGIES[strategy] | options
+    for names in (("replica", "data"), ("data", "replica")):
+        mesh = jax.make_mesh(shape, names)
+        one, two = (
+            trained(mesh, means, "bfloat16", "bfloat16", **options) for means in ("xla", "peer")
+        )
+        assert_trees_same_bits(two, one)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("setting", ["plain", "clipped sums", "codes"])
+@often(
+    lambda strategy, setting: (strategy, setting) in {("optim", "codes"), ("parameters", "plain")}
+)
+def test_a_state_in_host_memory_gets_the_same_bits(cpu_mesh, strategy, setting):
+    options = SETTINGS[setting] | STRATEGIES[strategy] | HOST
+    one, two = (
+        trained(cpu_mesh(4), means, "bfloat16", "bfloat16", **options) for means in ("xla", "peer")
+    )
+    assert_trees_same_bits(two, one)
+
+
 UNSUPPORTED = [
-    (dict(sharding_strategy="optim_grads"), "sharding_strategy 'optim_grads'"),
-    (dict(sharding_strategy="optim_grads_params"), "reshard_after_forward=True"),
+    (dict(sharding_strategy="no_shard"), "sharding_strategy 'no_shard'"),
     (dict(policy=jda.MixedPrecisionPolicy()), "grad_reduce_dtype None"),
-    (dict(state_memory="pinned_host"), "state_memory of main_params, mu, nu"),
-    (dict(early_updates=True), "early_updates"),
+    (dict(state_memory="pinned_host"), "updates during the backward pass"),
+    (dict(early_updates=True), "updates during the backward pass"),
 ]
 
 
@@ -144,9 +186,12 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     )
     with pytest.raises(jda.PolicyError, match="got 1 device"):
         make(cpu_mesh(1), communication="peer")
-    mesh = jax.make_mesh((4, 2), ("data", "replica"))
-    with pytest.raises(jda.PolicyError, match="got a mesh with axes data, replica"):
-        make(mesh, replica_axis="replica", communication="peer")
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with pytest.raises(jda.PolicyError, match="got a mesh with axes data, model"):
+        whole = lambda params: jax.tree.map(lambda _: P(), params)  # noqa: E731
+        make(mesh, param_specs=whole, communication="peer")
+    with pytest.raises(jda.PolicyError, match="got shard axes data, model"):
+        make(mesh, shard_axis=("data", "model"), communication="peer")
     with pytest.raises(
         jda.PolicyError, match="communication: unknown: got 'nccl', expected 'auto'"
     ):
@@ -247,7 +292,11 @@ def chosen(means, devices):
     """What a mesh of these devices gets."""
     mesh = types.SimpleNamespace(devices=np.asarray(devices), axis_names=("data",))
     parallel = types.SimpleNamespace(
-        strategy="optim", mesh=mesh, num_devices=len(devices), shards_params=False
+        strategy="optim",
+        mesh=mesh,
+        tensor_axes=(),
+        shard_axes=("data",),
+        size=lambda axes: len(devices),
     )
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     return choose_communication(means, parallel, policy)
@@ -388,12 +437,20 @@ def test_peer_memory_on_gpus_gives_the_bits_of_float32_sums_over_xla(setting):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["gathered once", "some whole"])
-def test_parameters_that_rest_as_shards_get_the_same_bits_on_gpus(strategy):
+@pytest.mark.parametrize("strategy", [x for x in STRATEGIES if x != "optim"])
+@pytest.mark.parametrize("kind", ["one axis", "replicas", "host"])
+def test_strategies_get_the_same_bits_on_gpus(strategy, kind):
     """The loss itself is a sum, in the order of the fusion that XLA chose for each program."""
     gpus = jax.devices("gpu")
     mesh = jax.make_mesh((len(gpus),), ("data",), devices=gpus)
     options = STRATEGIES[strategy] | dict(max_grad_norm=1.0)
+    if kind == "host":
+        options |= HOST
+    if kind == "replicas":
+        if len(gpus) % 4:
+            pytest.skip("needs four GPUs")
+        mesh = jax.make_mesh((2, len(gpus) // 2), ("replica", "data"), devices=gpus)
+        options |= REPLICAS
     found = []
     for means in ("xla", "peer"):
         state, metrics = trained(mesh, means, "bfloat16", "bfloat16", **options)

@@ -35,11 +35,11 @@ def draw(devices, shape, dtype=jnp.float32, seed=0):
 
 
 def by_copies(x, *, dim, devices):
-    places = tuple(range(devices))
-    received = copies.exchange(x, dim=dim, places=places)
+    groups = (tuple(range(devices)),)
+    received = copies.exchange(x, dim=dim, groups=groups)
     part = (*x.shape[:dim], x.shape[dim] // devices, *x.shape[dim + 1 :])
-    sums = parts.sum_parts([parts.Parts(x, received, parts.Cut(part, dim, places))]).sums
-    return sums[0], copies.gather(x, dim=dim, places=places, to="varying")
+    sums = parts.sum_parts([parts.Parts(x, received, parts.Cut(part, dim, groups))]).sums
+    return sums[0], copies.gather(x, dim=dim, groups=groups, to="varying")
 
 
 def by_collectives(x, *, dim, devices):
@@ -72,7 +72,7 @@ def test_a_gather_in_place_completes_what_each_device_has_written(devices, shape
         whole = jnp.full((*x.shape[:dim], length * devices, *x.shape[dim + 1 :]), jnp.nan, x.dtype)
         whole = lax.dynamic_update_slice_in_dim(whole, x, start, dim)
         whole = lax.optimization_barrier(collectives.to_varying(whole, ("d",)))
-        return copies.gather_in_place(whole, dim=dim, places=tuple(range(devices)))
+        return copies.gather_in_place(whole, dim=dim, groups=(tuple(range(devices)),))
 
     x = draw(devices, shape)
     got = mapped(on_each(in_place), devices, check_vma=False)(x)
@@ -112,7 +112,7 @@ def test_programs_in_flight_do_not_meet():
 
 def test_equal_starts_are_not_merged():
     def local(x):
-        first, second = (copies.exchange(x[0], dim=0, places=(0, 1)) for _ in range(2))
+        first, second = (copies.exchange(x[0], dim=0, groups=((0, 1),)) for _ in range(2))
         return (first + second)[None]
 
     x = draw(2, (4, 3))
@@ -130,9 +130,9 @@ def test_a_missing_device_is_named(monkeypatch):
     monkeypatch.setattr(copies, "LIMIT_SECONDS", 1)
     failing(
         lambda x: (
-            copies.exchange(x[0], dim=0, places=(0, 1, 5))[None]
+            copies.exchange(x[0], dim=0, groups=((0, 1, 5),))[None]
             if False
-            else copies.exchange(jnp.tile(x[0], (3, 1)), dim=0, places=(0, 1, 5))[None]
+            else copies.exchange(jnp.tile(x[0], (3, 1)), dim=0, groups=((0, 1, 5),))[None]
         ),
         "did not come within 1 s: places 2",
     )
@@ -140,7 +140,7 @@ def test_a_missing_device_is_named(monkeypatch):
 
 def test_a_device_that_is_not_asked_fails():
     failing(
-        lambda x: copies.exchange(x[0], dim=0, places=(0, 5))[None],
+        lambda x: copies.exchange(x[0], dim=0, groups=((0, 5),))[None],
         "not one of those that copy|not finished",
     )
 
@@ -151,8 +151,8 @@ def test_a_target_that_moved_is_not_read():
     def local(x):
         target = native.type_like(x[0], (1, 2, 3), x.dtype)
         wait = jax.ffi.ffi_call(copies.WAIT, [target], input_output_aliases={0: 0})
-        devices = np.asarray((0, 1), np.int64)
-        (out,) = wait(x[:, :2] * 2, x[0], devices=devices, limit_seconds=np.int64(1))
+        numbers = copies.attributes_of(((0, 1),))
+        (out,) = wait(x[:, :2] * 2, x[0], **numbers, limit_seconds=np.int64(1))
         return out
 
     failing(local, "were not started, or whose target moved")
@@ -171,7 +171,7 @@ def test_devices_that_copy_other_arrays_fail():
         target = native.type_like(x, (1, x.shape[0] // 2, x.shape[1]), x.dtype)
         return jax.ffi.ffi_call(copies.START, [target])(
             x,
-            devices=np.asarray((0, 1), np.int64),
+            **copies.attributes_of(((0, 1),)),
             gathers=np.bool_(False),
             in_place=np.bool_(False),
             rows=np.asarray([1], np.int64),

@@ -35,14 +35,14 @@ from jdistadam.kernels import copies, native
 
 assert native.status({"cpu": "cpu", "gpu": "cuda"}[PLATFORM]).available
 devices = jax.devices(PLATFORM)[:NUMBER]
-places = tuple(range(NUMBER))
+groups = (tuple(range(NUMBER)),)
 mesh = jax.sharding.Mesh(np.asarray(devices), ("d",))
 
 
-def made(local, places=places, mesh=mesh):
-    x = jax.device_put(np.ones((64 * len(places), 7), np.float32), NamedSharding(mesh, P("d")))
+def made(local, groups=groups, mesh=mesh):
+    x = jax.device_put(np.ones((64 * len(groups[0]), 7), np.float32), NamedSharding(mesh, P("d")))
     mapped = compat.shard_map(
-        lambda x: local(x, dim=0, places=places), mesh=mesh, in_specs=P("d"), out_specs=P("d")
+        lambda x: local(x, dim=0, groups=groups), mesh=mesh, in_specs=P("d"), out_specs=P("d")
     )
     return jax.jit(mapped).lower(x).compile(), x
 
@@ -77,16 +77,16 @@ def draw(mesh, shape=(48, 7), seed=0):
     return jax.device_put(x, NamedSharding(mesh, P("d")))
 
 
-def places_of(mesh):
-    return tuple(range(mesh.size))
+def groups_of(mesh):
+    return (tuple(range(mesh.size)),)
 
 
 def exchanged(mesh):
-    return functools.partial(copies.exchange, dim=0, places=places_of(mesh))
+    return functools.partial(copies.exchange, dim=0, groups=groups_of(mesh))
 
 
 def gathered(mesh):
-    return functools.partial(copies.gather, dim=0, places=places_of(mesh), to="varying")
+    return functools.partial(copies.gather, dim=0, groups=groups_of(mesh), to="varying")
 
 
 def call_again(eqn, *values, **changed):
@@ -103,7 +103,7 @@ def call_again(eqn, *values, **changed):
 
 def exchange_in_parts(x, n):
     """Returns a start and a wait of an exchange."""
-    whole = functools.partial(copies.exchange, dim=0, places=tuple(range(n)))
+    whole = functools.partial(copies.exchange, dim=0, groups=(tuple(range(n)),))
     eqns = jax.make_jaxpr(whole)(x).eqns
     start, wait = [eqn for eqn in eqns if eqn.primitive.name == "ffi_call"]
     return functools.partial(call_again, start), functools.partial(call_again, wait)
@@ -122,7 +122,7 @@ def with_a_failure(x, n, failing):
     scale = at_the_last_place(n, failing, x)
     received = wait(target, x) * scale
     again = jnp.tile(received[0], (n, 1))
-    return copies.exchange(again, dim=0, places=tuple(range(n)))
+    return copies.exchange(again, dim=0, groups=(tuple(range(n)),))
 
 
 def fails_in_start(x, n):
@@ -241,14 +241,14 @@ def test_programs_of_two_threads_do_not_meet(mesh):
 
 def scaled_loss(mesh, around):
     """A loss of a shard, which is gathered for it; its gradient is exchanged and summed."""
-    places = places_of(mesh)
+    groups = groups_of(mesh)
 
     @jax.custom_vjp
     def whole(shard):
-        return copies.gather(shard, dim=0, places=places, to="varying")
+        return copies.gather(shard, dim=0, groups=groups, to="varying")
 
     def backward(_, grad):
-        received = copies.exchange(grad, dim=0, places=places)
+        received = copies.exchange(grad, dim=0, groups=groups)
         size = received.shape[1]
         own = lax.dynamic_slice_in_dim(grad, lax.axis_index("d") * size, size)
         return (own + received.sum(0),)
@@ -398,10 +398,10 @@ def test_a_process_ends_in_the_middle_of_copies(platform, number):
             out = step(x)
         from jax import lax
 
-        def never(x, dim, places):
+        def never(x, dim, groups):
             alone = lambda x: x
-            several = lambda x: gather(x, dim=dim, places=places)[: x.shape[0]]
-            return lax.cond(lax.axis_index("d") == len(places) - 1, alone, several, x)
+            several = lambda x: gather(x, dim=dim, groups=groups)[: x.shape[0]]
+            return lax.cond(lax.axis_index("d") == len(groups[0]) - 1, alone, several, x)
 
         if PLATFORM == "gpu":  # a call returns when all devices have done what the host does
             copies.LIMIT_SECONDS = 2

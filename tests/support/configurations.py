@@ -25,6 +25,7 @@ MESHES = {
     "model alone": dict(shape=(1, 2), names=("data", "model")),
     "replicas, model": dict(shape=(2, 2, 2), names=("replica", "data", "model"), replica_axis="replica"),
 }  # fmt: skip
+COPYING = ("2", "3", "8", "replicas", "replicas last")  # meshes of which devices may copy
 SHAPES = {
     "block": (64, 64),  # coded and packed
     "empty": (0, 4),
@@ -294,13 +295,11 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         fit(place, place["strategy"] != "optim_grads_params", reshard=True, rests_whole=False)
         fit(place, place["specs"] == "small" and is_stochastic, specs="rows")
         if place["communication"] == "peer":
-            fit(place, place["mesh"] not in ("2", "8"), mesh="2")
-            fit(place, place["strategy"] not in ("optim", "optim_grads_params"), strategy="optim")
-            fit(place, True, reshard=place["strategy"] == "optim")
+            fit(place, place["mesh"] not in COPYING, mesh="2")
+            fit(place, place["strategy"] == "no_shard", strategy="optim")
             fit(config, True, grad_reduce="float32")
-            fit(place, True, state_memory="device")
-        waits = "model" in mesh["names"] or place["communication"] == "peer"
-        fit(place, place["early_updates"] and waits, early_updates=None)
+            fit(place, True, early_updates=False)
+        fit(place, place["early_updates"] and "model" in mesh["names"], early_updates=None)
         fit(config, place["early_updates"], clip=None, loss_scale="none", norm_guard=None)
         sees_sums = config["chain"] != "none" and place["strategy"].startswith("optim_grads")
         fit(config, sees_sums, micro=1, weighted=False)
