@@ -146,7 +146,7 @@ template <typename Context>
 ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
                             ffi::RunId run, int32_t ordinal, Context context) {
   const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
-  const int64_t site = a.site * int64_t(a.devices.size()) + group.index;
+  const auto site = int64_t(uint64_t(a.site) * a.devices.size() + uint64_t(group.index));
   const CopyVisitor who{run.run_id, site, int(group.devices.size()), group.me};
   a.devices = group.devices;
   auto& board = BoardOf(context, who);

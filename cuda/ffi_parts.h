@@ -9,11 +9,10 @@
 //              of each leaf; main f32, mu, nu, one flat array each.
 //              results: the new parameter of each leaf; main, mu, nu, aliased with their operands;
 //              tiles of the norm, not written with `summed`.
-// devices      local numbers of the devices: group by group, and in each in the order of the shards.
-// per_group    how many devices have parts of a gradient.
-// rows, sizes  of each shard: runs, and elements.
-// whole        whether new parameters are whole leaves, of which this shard is written.
-// groups, offsets, mu_offsets, nu_offsets, flags   as in ffi_adam.h.
+// devices      local numbers of the devices: group by group, and in each in the order of the
+// shards. per_group    how many devices have parts of a gradient. rows, sizes  of each shard: runs,
+// and elements. whole        whether new parameters are whole leaves, of which this shard is
+// written. groups, offsets, mu_offsets, nu_offsets, flags   as in ffi_adam.h.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +50,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::SumPartsAttributes,
                                       StructMember<Span<const int64_t>>("sizes"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jdistadam::StepPartsAttributes, StructMember<Span<const int64_t>>("devices"),
-    StructMember<int64_t>("per_group"), StructMember<Span<const int64_t>>("rows"), StructMember<Span<const int64_t>>("sizes"),
-    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
+    StructMember<int64_t>("per_group"), StructMember<Span<const int64_t>>("rows"),
+    StructMember<Span<const int64_t>>("sizes"), StructMember<Span<const int64_t>>("offsets"),
+    StructMember<Span<const int64_t>>("mu_offsets"),
     StructMember<Span<const int64_t>>("nu_offsets"), StructMember<Span<const int32_t>>("groups"),
     StructMember<int32_t>("flags"), StructMember<bool>("summed"), StructMember<bool>("whole"));
 
@@ -241,7 +241,8 @@ ffi::Error StepPartsHandler(FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coe
   call.found_inf = found_inf.typed_data();
   const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
   a.devices = group.devices;
-  const ffi::Error error = BuildStepOnParts(a, norm_scale, coefficients, args, rets, group.me, &call);
+  const ffi::Error error =
+      BuildStepOnParts(a, norm_scale, coefficients, args, rets, group.me, &call);
   return error.failure() ? error : Run(context, call);
 }
 

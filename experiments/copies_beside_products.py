@@ -5,8 +5,8 @@
 Each GPU multiplies bfloat16 matrices of random numbers, or of zeros. Meanwhile copy engines send
 nothing, zeros, or random numbers: to the other GPUs, or within its own memory. Zeros take the same
 bandwidth and time as random numbers, but less power: only products of random numbers are limited by
-the power of the GPU. Copies go all the time, or in bursts. Rates are GB/s that each GPU sends while products run; clocks and watts
-are means over the GPUs, sampled by nvidia-smi. Needs torch.
+the power of the GPU. Copies go all the time, or in bursts. Rates are GB/s that each GPU sends while
+products run; clocks and watts are means over the GPUs, sampled by nvidia-smi. Needs torch.
 """
 
 import argparse

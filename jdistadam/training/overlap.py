@@ -44,14 +44,8 @@ TOGETHER_BYTES = 128 << 20
 AHEAD_BYTES = 2 * TOGETHER_BYTES
 """With little memory, no more gathers start while as many bytes are on their way."""
 
-FLOP_PER_BYTE = 4000
-"""Otherwise exchanges are held until no more work than this is left, for each byte to send.
 
-It is twice what an H100 does while it sends a byte over NVLink: 500e12 FLOP/s beside 250e9 bytes/s.
-"""
-
-
-def with_overlap(step: Callable[..., Any], *, saves_memory: bool) -> Callable[..., Any]:
+def with_overlap(step: Callable[..., Any], *, saves_memory: bool = False) -> Callable[..., Any]:
     """Returns a function with the results of ``step``: [Note: overlap].
 
     Args:
@@ -160,10 +154,6 @@ class _Evaluation:
         self._ahead: collections.deque[int] = collections.deque()  # gathers that could start
         self._group_of: dict[Any, list[int]] = {}  # by target: what has started together
         self._bytes_ahead = 0  # of gathers that have started before what they need was known
-        # What is left to do and to send before the last product.
-        self._work = 0 if saves_memory else sum(map(_work_of, self._eqns[: self._end]))
-        starts = [i for i, x in enumerate(self._is_start) if x]
-        self._bytes_left = self._bytes_of(i for i in starts if not _is_gather(self._eqns[i]))
         self._to_add: list[int] = []  # exchanges whose sums wait for the next ones to start
         self._pending: list[Any] = []  # targets of starts for which no anchor waits yet
         self._last: Any = None  # a result of the last anchor
@@ -361,8 +351,6 @@ class _Evaluation:
         gathers = any(_is_gather(self._eqns[k]) for k in self._together[:1])
         if i >= self._end or gathers:  # nothing else will travel with them
             self._start_together()
-        self._start_if_many()
-        self._work -= 0 if self._saves_memory else _work_of(self._eqns[i])
         made = [v for v in variables(self._eqns[i].invars) if v in self._made_by][:1]
         if made:  # a barrier around an argument might copy it
             self._tie([*made, *self._pending])
@@ -374,17 +362,7 @@ class _Evaluation:
         if first and copies.kind_of(self._eqns[first[0]]) != copies.kind_of(self._eqns[i]):
             self._start_together()
         self._together.append(i)
-        self._start_if_many()
-        if self._bytes_of(self._together) >= TOGETHER_BYTES:  # held: XLA must not make it later
-            self._pending += variables(self._eqns[i].invars)
-
-    def _start_if_many(self) -> None:
-        """Starts what travels together, if it is enough, and it is late enough for gradients."""
-        is_many = self._bytes_of(self._together) >= TOGETHER_BYTES
-        if is_many and (
-            _is_gather(self._eqns[self._together[0]])
-            or self._work <= FLOP_PER_BYTE * self._bytes_left
-        ):
+        if self._bytes_of(self._together) >= TOGETHER_BYTES:
             self._start_together()
 
     def _bytes_of(self, starts: Iterable[int]) -> int:
@@ -421,7 +399,6 @@ class _Evaluation:
         self._group_of |= dict.fromkeys(started, group)
         self._pending += started
         if not _is_gather(eqns[0]):
-            self._bytes_left -= self._bytes_of(group)
             self._add_parts(group)
 
     def _add_parts(self, started: list[int]) -> None:
@@ -479,16 +456,6 @@ def _transposes(eqn: Any) -> bool:
         return False
     ((contracted, _), _), ndim = eqn.params["dimension_numbers"], eqn.invars[0].aval.ndim
     return tuple(contracted) != (ndim - 1,)
-
-
-def _work_of(eqn: Any) -> int:
-    """FLOPs of products."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        length = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-        return 2 * eqn.outvars[0].aval.size * length
-    inner = core.jaxprs_in_params(eqn.params)
-    return eqn.params.get("length", 1) * sum(_work_of(x) for j in inner for x in j.eqns)
 
 
 def _has_effects(eqn: Any) -> bool:

@@ -369,7 +369,7 @@ def test_a_forked_process_is_refused(platform, number):
     out, _ = run_alone(
         """
         import signal
-        step, x = made(gather, (0,), jax.sharding.Mesh(np.asarray(devices[:1]), ("d",)))
+        step, x = made(gather, ((0,),), jax.sharding.Mesh(np.asarray(devices[:1]), ("d",)))
         jax.block_until_ready(step(x))
         if (pid := os.fork()) == 0:
             signal.alarm(30)

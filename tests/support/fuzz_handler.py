@@ -87,8 +87,8 @@ def parts_calls(draw):
     grads = [((n * size,), grad) for size in sizes]
     grads += [((n - 1, size), grad) for size in sizes if n > 1]
     attributes = dict(
-        devices=np.asarray(devices, np.int64), rows=np.asarray(rows, np.int64),
-        sizes=np.asarray(sizes, np.int64),
+        devices=np.asarray(devices, np.int64), per_group=np.int64(n),
+        rows=np.asarray(rows, np.int64), sizes=np.asarray(sizes, np.int64),
     )  # fmt: skip
     if kind == "sum":
         call = dict(
@@ -132,12 +132,12 @@ def copies_calls(draw):
     sources = [((row, draw(st.sampled_from([3, 40, 1, 0]))), draw(any_dtype)) for row in rows]
     targets = sources if gathers else [((0, *shape), dtype) for shape, dtype in sources]
     order = [((), jnp.float32)] * draw(st.integers(0, 1))
-    devices = np.asarray([0], np.int64)
+    devices = dict(devices=np.asarray([0], np.int64), per_group=np.int64(1))
     start = dict(
         name="copy_start", operands=[*sources, *order], results=list(targets),
         aliases={i: i for i in range(len(rows))} if in_place else {},
         attributes=dict(
-            devices=devices, gathers=np.bool_(gathers), in_place=np.bool_(in_place),
+            **devices, gathers=np.bool_(gathers), in_place=np.bool_(in_place),
             rows=np.asarray(rows, np.int64), site=np.int64(1),
         ),
     )  # fmt: skip
@@ -150,7 +150,7 @@ def copies_calls(draw):
     wait = dict(
         name="copy_wait", operands=[*targets, *([] if in_place else sources), *order],
         results=list(targets), aliases={i: i for i in range(len(rows))},
-        attributes=dict(devices=devices, limit_seconds=np.int64(1)),
+        attributes=dict(**devices, limit_seconds=np.int64(1)),
         start=None if kind == "no start" else start,
     )  # fmt: skip
     return with_mistakes(draw, wait)
@@ -349,10 +349,10 @@ def break_alias(draw, call):
 
 FIELDS = collections.defaultdict(
     lambda: ["flat", "contributions", "mode"],
-    sum_parts=[],
-    step_parts=["flags", "summed", "whole"],
-    copy_start=["site", "gathers", "in_place"],
-    copy_wait=["limit_seconds"],
+    sum_parts=["per_group"],
+    step_parts=["flags", "summed", "whole", "per_group"],
+    copy_start=["site", "gathers", "in_place", "per_group"],
+    copy_wait=["limit_seconds", "per_group"],
 )
 
 
@@ -360,6 +360,8 @@ def change_number(draw, call):
     for name in draw(st.permutations(FIELDS[call["name"]]))[:1]:
         if name in ("site", "limit_seconds"):
             value = np.int64(draw(integers))
+        elif name == "per_group":
+            value = np.int64(draw(st.integers(-1, 4)))
         elif name in ("summed", "whole", "gathers", "in_place"):
             value = np.bool_(draw(st.booleans()))
         else:
@@ -431,13 +433,22 @@ def assert_in_bounds(call):
     checks[call["name"]](call)
 
 
+def group_of(attributes):
+    """The devices with which this one copies; none: there are no such groups."""
+    devices, count = attributes["devices"].tolist(), int(attributes["per_group"])
+    if 0 not in devices or count < 1 or len(devices) % count:
+        return []
+    first = devices.index(0) // count * count
+    return devices[first : first + count]
+
+
 def check_parts(call):
     """Whole runs of this device, and shards in the arrays without overlap."""
     attributes, is_step = call["attributes"], call["name"] == "step_parts"
     sizes, rows = attributes["sizes"].tolist(), attributes["rows"].tolist()
-    assert 0 in attributes["devices"] and len(attributes["devices"]) <= 64, call
+    assert 1 <= len(group_of(attributes)) <= 64, call
     assert all(size > 0 < row and size % row == 0 for size, row in zip(sizes, rows, strict=True))
-    n, count = len(attributes["devices"]), len(sizes)
+    n, count = len(group_of(attributes)), len(sizes)
     elements = [math.prod(shape) for shape, _ in call["operands"][4 if is_step else 1 :]]
     results = [math.prod(shape) for shape, _ in call["results"]]
     parts = [n * size for size in sizes] + [(n - 1) * size for size in sizes if n > 1]
@@ -473,7 +484,7 @@ def check_start(call):
     """One device, which gathers whole rows of its own."""
     attributes, sources = call["attributes"], bytes_of(call["operands"])
     rows = attributes["rows"].tolist()
-    assert attributes["devices"].tolist() == [0] and attributes["gathers"], call
+    assert group_of(attributes) == [0] and attributes["gathers"], call
     assert sources[: len(rows)] == bytes_of(call["results"]), call
     assert all(row > 0 == size % row for size, row in zip(sources, rows, strict=False)), call
     if attributes["in_place"]:
@@ -482,7 +493,7 @@ def check_start(call):
 
 def check_wait(call):
     """After its start; of the devices only the place of this one is read."""
-    assert call["start"] is not None and call["attributes"]["devices"][0] == 0, call
+    assert call["start"] is not None and group_of(call["attributes"])[:1] == [0], call
     assert 1 <= call["attributes"]["limit_seconds"] <= 7 * 24 * 3600, call
     assert_aliased(call)
 
@@ -593,7 +604,7 @@ def check_quantized(call):
 def assert_values(call, results):
     """Of operands that are all ones."""
     if call["name"] == "sum_parts":
-        n, sizes = len(call["attributes"]["devices"]), call["attributes"]["sizes"].tolist()
+        n, sizes = len(group_of(call["attributes"])), call["attributes"]["sizes"].tolist()
         assert all((x == n).all() for x in results[:-1]), (call, results)
         assert results[-1][:, 0].view(np.float32).tolist() == [n * n * x for x in sizes], call
     elif call["name"].startswith("copy"):
@@ -614,7 +625,9 @@ def program_of(call):
     """The call alone; a wait after its start; a start before a wait."""
     if call["name"] == "copy_start":
         aliases = {i: i for i in range(len(call["results"]))}
-        attributes = dict(devices=np.asarray([0], np.int64), limit_seconds=np.int64(1))
+        names = ("devices", "per_group")
+        attributes = {name: call["attributes"][name] for name in names}
+        attributes["limit_seconds"] = np.int64(1)
         wait = dict(
             name="copy_wait", results=call["results"], aliases=aliases, attributes=attributes
         )

@@ -69,7 +69,6 @@ def small_groups(monkeypatch):
     """A block's parameters travel together, as large ones do."""
     monkeypatch.setattr(overlap, "TOGETHER_BYTES", BLOCK_BYTES * (N - 1) // N)
     monkeypatch.setattr(overlap, "AHEAD_BYTES", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(overlap, "FLOP_PER_BYTE", 1 << 60)  # gradients are sent at once
     monkeypatch.setattr(calls, "COPIED_BYTES", BLOCK_BYTES)
 
 
@@ -153,18 +152,6 @@ def test_gathers_start_before_the_loss_and_are_waited_for_during_it(
         assert "step" in at_the_end[at_the_end.index("gather") :]
     else:
         assert at_the_end.count("gather") <= 1  # of small leaves
-
-
-def test_gradients_are_held_until_little_work_is_left(h200s, small_groups, monkeypatch):
-    """Links that are idle need less power. The gradients themselves are made in time."""
-    monkeypatch.setattr(overlap, "FLOP_PER_BYTE", 0)
-    program = compiled(h200s(N), wrapped=jax.checkpoint)
-    events = events_of(program.as_text())
-    assert "exchange" not in events[: len(events) - events[::-1].index("product")]
-    monkeypatch.setattr(overlap, "FLOP_PER_BYTE", 1 << 60)
-    at_once = compiled(h200s(N), wrapped=jax.checkpoint)
-    held, sent = (x.memory_analysis().temp_size_in_bytes for x in (program, at_once))
-    assert held <= sent
 
 
 @pytest.mark.parametrize("wrapper", ["checkpoint", "policy"])
