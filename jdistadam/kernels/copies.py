@@ -117,7 +117,8 @@ def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
     rows = np.concatenate([x["rows"].val for x in attributes])
     types = [eqn.params["result_avals"][0] for eqn in eqns]
     aliases = _aliases(bool(given["in_place"]), len(eqns))
-    call = jax.ffi.ffi_call(START, types, input_output_aliases=aliases)
+    # Otherwise XLA could start copies of parameters before a loop, and wait for them in it.
+    call = jax.ffi.ffi_call(START, types, has_side_effect=True, input_output_aliases=aliases)
     site = np.int64(next(_SITES))  # XLA must not merge it with one that is recomputed
     return list(call(*values, **given | {"rows": rows, "site": site}))
 
