@@ -301,7 +301,7 @@ def test_plan_prints_the_transport_and_why(small, capsys):
     assert said == "communication: xla (grad_reduce_dtype None)"
     assert __main__.main(["plan", *small, "--devices", "8", "--replicas", "2"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "communication: xla (a mesh with axes replica, data)"
+    assert said == "communication: xla (grad_reduce_dtype None)"
 
 
 @pytest.mark.parametrize("command", ["plan", "audit"])

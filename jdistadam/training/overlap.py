@@ -9,7 +9,10 @@ order, which barriers and operands enforce:
   new parameters during the updates. The next product, or update, waits for the start.
 - A wait runs where its result is first needed, with what is made of it and of arguments alone. It
   waits for the product, or update, before, and for starts before it.
-- Gathers before the loss start first, in the order in which their results are needed.
+- Gathers of what is known from the beginning start in the order in which their results are needed:
+  all at first, or, if memory is to be saved, no more than ``AHEAD_BYTES`` at a time.
+- Gradients are added when the exchange after theirs has started.
+- The steps of a loop that copies have this order, too; nothing overlaps the next step.
 - Copies travel together until they are ``TOGETHER_BYTES``; gathers start before the next product or
   update in any case. One wait is for all that travel together, and XLA must keep it: what nobody
   uses would otherwise lose its memory while others write it.
