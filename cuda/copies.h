@@ -6,8 +6,7 @@
 // caller must not write its sources, nor use its targets.
 //
 //   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p
-//   goes
-//              to device q, whose target has the parts of all other devices, in their order
+//              goes to device q, whose target has the parts of all others, in their order
 //   gather     source (rows, run), target (rows, n, run): the source of device p is part p of the
 //              target of every device. In place: the source is that part of the own target
 //

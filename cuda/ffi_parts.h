@@ -9,10 +9,11 @@
 //              of each leaf; main f32, mu, nu, one flat array each.
 //              results: the new parameter of each leaf; main, mu, nu, aliased with their operands;
 //              tiles of the norm, not written with `summed`.
-// devices      local numbers of the devices: group by group, and in each in the order of the
-// shards. per_group    how many devices have parts of a gradient. rows, sizes  of each shard: runs,
-// and elements. whole        whether new parameters are whole leaves, of which this shard is
-// written. groups, offsets, mu_offsets, nu_offsets, flags   as in ffi_adam.h.
+// devices      local numbers of the devices, group by group; in each in the order of the shards.
+// per_group    how many devices have parts of a gradient.
+// rows, sizes  of each shard: runs, and elements.
+// whole        whether new parameters are whole leaves, of which this shard is written.
+// groups, offsets, mu_offsets, nu_offsets, flags   as in ffi_adam.h.
 #pragma once
 
 #include <algorithm>
