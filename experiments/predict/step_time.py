@@ -215,12 +215,12 @@ def _time(
     per_node = members_per_node(config.parallel, first.axes, machine.devices_per_node)
     sizes = [float(c.bytes_sent) for c in group]
     op, limit = first.op, MERGED_BYTES
-    if first.places:
+    if first.groups:
         op, limit = DIRECT, TOGETHER_BYTES
     elif first.op == "all-reduce":
         limit = _MERGED_BY_XLA
     messages, largest = len(group), max(sizes)
-    if first.places or first.op != DIRECT:
+    if first.groups or first.op != DIRECT:
         results = sum(c.result_elements for c in group) * first.dtype.itemsize
         messages = min(len(group), -(-results // limit))
         largest = max(max(sizes), sum(sizes) / messages)

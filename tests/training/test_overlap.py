@@ -35,7 +35,7 @@ def shapes():
 
 
 def block(x, p):
-    return x + jax.nn.gelu((x * p["scale"][None, None]) @ p["up"]) @ p["down"]
+    return x + jax.nn.relu((x * p["scale"][None, None]) @ p["up"]) @ p["down"]
 
 
 def loss_of(wrapped, tx=None):
@@ -95,17 +95,23 @@ def events_of(text, start="\nENTRY"):
 
 def products_beside_gathers(text):
     """For each gather in the order of starts: how many products run between start and wait."""
-    count, started, found = 0, {}, {}
+    count, started, found, tuples = 0, {}, {}, {}
     for line in text[text.index("\nENTRY") :].splitlines():
-        name, target = (re.search(x, line) for x in (r"(%?[\w.-]+) = ", r'call_target="(\w+)"'))
-        operand = re.search(r"(?:get-tuple-element|custom-call)\((%?[\w.-]+)", line)
-        if target and target[1] == copies.START and "gathers = true" in line:
+        name = re.search(r"(%?[\w.-]+) = ", line)
+        operands = re.search(r" ([\w-]+)\((%?[\w.-]+(?:, %?[\w.-]+)*)\)", line)
+        op, of = (operands[1], operands[2].split(", ")) if name and operands else (None, [])
+        if op == "tuple":
+            tuples[name[1]] = of
+        elif op == "get-tuple-element":
+            i = int(re.search(r"index=(\d+)", line)[1])
+            source = tuples[of[0]][i] if of[0] in tuples else of[0]
+            if source in started:
+                started[name[1]] = started[source]
+        elif copies.START in line and "gathers = true" in line:
             started[name[1]] = len(found)
             found[len(found)] = -count
-        elif operand and operand[1] in started and " get-tuple-element(" in line:
-            started[name[1]] = started[operand[1]]
-        elif operand and target and target[1] == copies.WAIT and operand[1] in started:
-            found[started[operand[1]]] += count
+        elif copies.WAIT in line and of[0] in started:
+            found[started[of[0]]] += count
         count += bool(re.match(r"\s+(ROOT )?%?gemm_fusion", line) or "cublas" in line)
     return list(found.values())
 
