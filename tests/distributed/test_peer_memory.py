@@ -72,7 +72,8 @@ def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
         x = rng.normal(size=(2 * mesh.size, 3)).astype(np.float32)
         if kwargs.get("loss_scale") is not None and i in (3, 4):
             x[2, 0] = np.nan  # on one device
-        state, found = step(state, x)
+        # Two programs in flight may hang on CPUs, also over XLA's collectives.
+        state, found = jax.block_until_ready(step(state, x))
         metrics.append(found)
     return state, metrics
 
