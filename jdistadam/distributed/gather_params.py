@@ -39,7 +39,7 @@ from jdistadam.distributed import communication, model_axes
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.schedule import Schedule, over_xla, phases_of_shard
+from jdistadam.distributed.schedule import Schedule, phases_of_shard
 from jdistadam.distributed.shard import Shard, as_shards, is_shard, leaves_of, refuse_unmarked
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.kernels import copies
@@ -290,9 +290,8 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     if current is not None:
         current.is_used, weight = True, current.weight
     size = shard.value.size * parallel.size(parallel.shard_axes)
-    groups_of = over_xla if shard.is_scanned else config.groups_of
     gather_phase, reduce_phase = phases_of_shard(
-        parallel, config.policy, size, shard.dtype, groups_of
+        parallel, config.policy, size, shard.dtype, config.groups_of
     )
     run = model_axes.on_each_shard(config, shard.spec)
     # JAX keeps the functions below: they must not hold the traced value.

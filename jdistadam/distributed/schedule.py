@@ -221,14 +221,12 @@ def make_schedule(
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
     maker = _PhaseMaker(parallel, policy, num_reductions, groups_of)
-    over_xla_maker = dataclasses.replace(maker, groups_of=over_xla)  # whose loops it pipelines
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
         leaf = layout.leaves[bucket.leaves[0]]
         stacked = leaf.shape[0] if leaf.layers == SCAN and not bucket.is_packed else 0
-        of_bucket = maker if bucket.num_layers is None else over_xla_maker
-        entry = of_bucket.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
+        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
         if leaf.layers == BLOCK and bucket.is_sharded_param and parallel.gathers_layers:
             # In the backward pass again if the model uses jax.checkpoint.
             gather = _repeated(entry.gather, "micro-batch", num_reductions)

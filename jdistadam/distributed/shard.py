@@ -28,7 +28,7 @@ _UNCUT = P()
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["value"],
-    meta_fields=["dim", "ndim", "dtype", "spec", "is_scanned"],
+    meta_fields=["dim", "ndim", "dtype", "spec"],
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -46,7 +46,6 @@ class Shard:
       ndim: The number of dimensions of one gathered array. A stack of layers has more.
       dtype: The dtype of the parameter.
       spec: How tensor axes cut those dimensions.
-      is_scanned: Whether it is of a stack of layers, or of one of them.
     """
 
     value: Any
@@ -54,16 +53,14 @@ class Shard:
     ndim: int
     dtype: Any
     spec: P = _UNCUT
-    is_scanned: bool = False
 
     @classmethod
     def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P = _UNCUT) -> Shard:
         """Marks this device's part of a bucket's only leaf, which tensor axes cut by ``spec``."""
-        is_scanned = bucket.num_layers is not None
-        ndim = value.ndim - is_scanned
+        ndim = value.ndim - (bucket.num_layers is not None)
         entries = (list(spec) + [None] * (value.ndim - len(spec)))[value.ndim - ndim :]
         dim, dtype = bucket.cut_dim - value.ndim, jnp.dtype(bucket.dtype)
-        return cls(value, dim, ndim, dtype, P(*entries), is_scanned)
+        return cls(value, dim, ndim, dtype, P(*entries))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -150,6 +150,11 @@ def wait_together(
     return list(call(*targets, *sources, *after, **numbers, limit_seconds=limit))
 
 
+def is_start(eqn: Any, *, gathers: bool) -> bool:
+    """Whether a traced equation starts a gather, or an exchange."""
+    return eqn.params.get("target_name") == START and kind_of(eqn)[0] == gathers
+
+
 def kind_of(eqn: Any) -> tuple[bool, bool, str]:
     """Returns whether a traced start gathers, or exchanges; whether in place; and the groups."""
     attributes = dict(eqn.params["attributes"])

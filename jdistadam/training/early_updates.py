@@ -196,3 +196,8 @@ def contains(eqn: Any, names: Collection[str]) -> bool:
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Returns those of some atoms that are no literals."""
     return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation does more than make results; to know an axis of a mesh is no effect."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)

@@ -28,7 +28,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,8 +36,9 @@ from jax.extend import core
 
 from jdistadam.kernels import copies, parts
 from jdistadam.kernels.adam import UPDATES
-from jdistadam.training.early_updates import PRODUCTS, contains, inlined, variables
-from jdistadam.training.traced_gradients import evaluate_one, values_of
+from jdistadam.training.early_updates import PRODUCTS, contains, has_effects, inlined, variables
+from jdistadam.training.pipelined_scan import carried, pipelined
+from jdistadam.training.traced_gradients import evaluate, evaluate_one, values_of
 
 _ANCHORS = PRODUCTS | UPDATES | {parts.SUM, parts.STEP}
 
@@ -48,27 +49,59 @@ AHEAD_BYTES = 2 * TOGETHER_BYTES
 """With little memory, no more gathers start while as many bytes are on their way."""
 
 
-def with_overlap(step: Callable[..., Any], *, saves_memory: bool = False) -> Callable[..., Any]:
+class _Options(NamedTuple):
+    """The options of ``with_overlap``."""
+
+    saves_memory: bool
+    unrolls: bool
+
+
+def with_overlap(
+    step: Callable[..., Any], *, saves_memory: bool = False, unrolls: bool = False
+) -> Callable[..., Any]:
     """Returns a function with the results of ``step``: [Note: overlap].
 
     Args:
       step: The program of one device.
       saves_memory: Whether gathered parameters and whole gradients are to exist for a short time.
+      unrolls: Whether loops that copy are unrolled, by at least two. XLA for CPUs must not, as it
+        orders the starts of two steps differently on each device.
     """
+    options = _Options(saves_memory, unrolls)
 
     def overlapped(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
         leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
-        return jax.tree.unflatten(treedef, _in_another_order(traced, leaves, saves_memory))
+        return jax.tree.unflatten(treedef, _in_another_order(traced, leaves, options))
 
     return overlapped
 
 
-def _in_another_order(traced: Any, args: list[Any], saves_memory: bool) -> list[Any]:
-    """Evaluates a jaxpr: [Note: overlap]."""
+def _in_another_order(
+    traced: Any, args: list[Any], options: _Options, carry: slice = slice(0)
+) -> list[Any]:
+    """Evaluates a jaxpr: [Note: overlap].
+
+    ``carry``: the arguments that are results of the step before, in a loop.
+    """
+    opened = _opened(traced)
+    with_loops = functools.partial(evaluate, opened, otherwise=_pipelined)
+    traced = jax.make_jaxpr(lambda *args: with_loops(args))(*args)
+    return _Evaluation(traced, args, options, carry).results()
+
+
+def _opened(traced: Any) -> Any:
+    """A jaxpr with the operations of nested functions, and barriers that keep no copies."""
     names = _ANCHORS | {copies.START}
-    traced = jax.make_jaxpr(functools.partial(inlined, traced, names=names))(*args)
-    return _Evaluation(_with_parted_barriers(traced), args, saves_memory).results()
+    opened = jax.make_jaxpr(functools.partial(inlined, traced, names=names))(*traced.in_avals)
+    return _with_parted_barriers(opened)
+
+
+def _pipelined(eqn: Any, args: list[Any]) -> list[Any] | None:
+    """The results of a scan whose steps copy; None if it stays."""
+    if eqn.primitive.name != "scan" or not contains(eqn, {copies.START}):
+        return None
+    return pipelined(eqn, _opened(eqn.params["jaxpr"]), args)
 
 
 def _with_parted_barriers(traced: Any) -> Any:
@@ -87,7 +120,7 @@ def _with_parted_barriers(traced: Any) -> Any:
     sent, found = set[Any](), list[Any]()
     for eqn in reversed(eqns):
         pairs = _from_to(eqn)
-        if _is_gather(eqn):
+        if copies.is_start(eqn, gathers=True):
             sent.update(eqn.invars)
         sent.update(v for old, new in pairs if new in sent & given for v in old)
         if eqn.primitive.name != "optimization_barrier":
@@ -113,19 +146,14 @@ def _from_to(eqn: Any) -> list[tuple[set[Any], Any]]:
     return [(set(variables(eqn.invars)), v) for v in eqn.outvars]
 
 
-def _is_gather(eqn: Any) -> bool:
-    is_start = eqn.params.get("target_name") == copies.START
-    return is_start and copies.kind_of(eqn)[0]
-
-
 class _Evaluation:
     """Evaluates a jaxpr in another order.
 
     An *anchor* is a product or an update: what copies overlap.
     """
 
-    def __init__(self, traced: Any, args: list[Any], saves_memory: bool) -> None:
-        self._saves_memory = saves_memory
+    def __init__(self, traced: Any, args: list[Any], options: _Options, carry: slice) -> None:
+        self._options = options
         self._jaxpr, self._eqns = traced.jaxpr, traced.jaxpr.eqns
         self._known = dict(zip(self._jaxpr.constvars, traced.consts, strict=True))
         self._known |= zip(self._jaxpr.invars, args, strict=True)
@@ -142,7 +170,9 @@ class _Evaluation:
         self._end = products[-1] + 1 if products else 0
         self._simple = self._made_of_arguments()
         self._is_ahead = [
-            x and _is_gather(eqn) and self._simple.issuperset(variables(eqn.invars))
+            x
+            and copies.is_start(eqn, gathers=True)
+            and self._simple.issuperset(variables(eqn.invars))
             for x, eqn in zip(self._is_start, self._eqns, strict=True)
         ]
         self._is_lazy = self._lazy()
@@ -158,7 +188,8 @@ class _Evaluation:
         self._group_of: dict[Any, list[int]] = {}  # by target: what has started together
         self._bytes_ahead = 0  # of gathers that have started before what they need was known
         self._to_add: list[int] = []  # exchanges whose sums wait for the next ones to start
-        self._pending: list[Any] = []  # targets of starts for which no anchor waits yet
+        # Targets of starts for which no anchor waits yet. At first the step before, for starts.
+        self._pending: list[Any] = self._jaxpr.invars[carry][:1]
         self._last: Any = None  # a result of the last anchor
 
     def results(self) -> list[Any]:
@@ -178,7 +209,7 @@ class _Evaluation:
                 self._run(i)
                 self._run_ready()
         for i in range(self._end, len(self._eqns)):
-            if _has_effects(self._eqns[i]):
+            if has_effects(self._eqns[i]):
                 self._run(i)
         self._start_together()
         if self._last is not None:  # for which the last waits wait: they wait for all starts, too
@@ -188,7 +219,7 @@ class _Evaluation:
 
     def _live(self) -> tuple[set[int], set[Any]]:
         """The equations on which results or effects depend, and the variables."""
-        live = {i for i, eqn in enumerate(self._eqns) if _has_effects(eqn)}
+        live = {i for i, eqn in enumerate(self._eqns) if has_effects(eqn)}
         needed = set(variables(self._jaxpr.outvars))
         for i in reversed(range(len(self._eqns))):
             if i in live or not needed.isdisjoint(self._eqns[i].outvars):
@@ -216,7 +247,7 @@ class _Evaluation:
                 or (
                     not (self._is_anchor[i] or self._is_start[i])
                     and (i >= self._end or (bool(used) and used <= lazy))
-                    and not (i < self._end and _has_effects(eqn))
+                    and not (i < self._end and has_effects(eqn))
                 )
             )
             lazy |= set(eqn.outvars) if is_lazy else set()
@@ -343,15 +374,15 @@ class _Evaluation:
 
     def _with_overlap(self, loop: Any) -> Any:
         """A loop with each step in another order."""
-        step, save = loop.params["jaxpr"], self._saves_memory
-        step = jax.make_jaxpr(lambda *args: _in_another_order(step, list(args), save))(
-            *step.in_avals
-        )
-        return loop.replace(params=loop.params | {"jaxpr": step})
+        step, carry = loop.params["jaxpr"], slice(*carried(loop, loop.params["jaxpr"]))
+        run = lambda *args: _in_another_order(step, list(args), self._options, carry)  # noqa: E731
+        step = jax.make_jaxpr(run)(*step.in_avals)
+        unroll = loop.params["unroll"] if self._options.unrolls else 1
+        return loop.replace(params=loop.params | {"jaxpr": step, "unroll": unroll})
 
     def _before_anchor(self, i: int) -> None:
         """Lets an anchor wait for starts: they run when it does, not later."""
-        gathers = any(_is_gather(self._eqns[k]) for k in self._together[:1])
+        gathers = any(copies.is_start(self._eqns[k], gathers=True) for k in self._together[:1])
         if i >= self._end or gathers:  # nothing else will travel with them
             self._start_together()
         made = [v for v in variables(self._eqns[i].invars) if v in self._made_by][:1]
@@ -379,7 +410,7 @@ class _Evaluation:
         """
         targets = [self._eqns[i].outvars[0] for i in self._ahead]
         needed = targets.index(until) + 1 if until in targets else 0
-        limit = AHEAD_BYTES if self._saves_memory else math.inf
+        limit = AHEAD_BYTES if self._options.saves_memory else math.inf
         if not self._ahead or (not needed and self._bytes_ahead >= limit):
             return
         self._start_together()  # others
@@ -401,7 +432,7 @@ class _Evaluation:
         self._assign(started, copies.start_together(eqns, values_of(sources, self._known)))
         self._group_of |= dict.fromkeys(started, group)
         self._pending += started
-        if not _is_gather(eqns[0]):
+        if copies.is_start(eqns[0], gathers=False):
             self._add_parts(group)
 
     def _add_parts(self, started: list[int]) -> None:
@@ -459,8 +490,3 @@ def _transposes(eqn: Any) -> bool:
         return False
     ((contracted, _), _), ndim = eqn.params["dimension_numbers"], eqn.invars[0].aval.ndim
     return tuple(contracted) != (ndim - 1,)
-
-
-def _has_effects(eqn: Any) -> bool:
-    """Whether it does more than make results; to know an axis of a mesh is no effect."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)

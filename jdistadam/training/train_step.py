@@ -33,7 +33,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.agreement import agree, texts_of
 from jdistadam.training.loss import LossFunction
-from jdistadam.training.partitioned import check_model_axes
+from jdistadam.training.partitioned import check_model_axes, is_on_gpu
 from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
 from jdistadam.training.remembered import (
     is_known,
@@ -87,7 +87,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     if not is_on_gpu(config):
         return {}
     wanted, parallel = dict[str, Any](), config.parallel
-    if "scan" in config.kinds_of_layers:
+    if "scan" in config.kinds_of_layers and not config.communication.is_peer:
         wanted |= _PIPELINED
     # A loop over micro-batches starts after all parameters have arrived.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
@@ -100,11 +100,6 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
         separate = _FEWER_MERGED
     merged, mesh = _MERGED | separate, config.mesh
     return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
-
-
-def is_on_gpu(config: DistributedConfig) -> bool:
-    """Whether the devices of the mesh are GPUs."""
-    return config.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 @functools.cache
