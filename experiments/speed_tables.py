@@ -214,6 +214,29 @@ def copies() -> str:
     return markdown.table((*columns, "temporary GB, 8 sequences"), table)
 
 
+EVERY_STRATEGY = {  # variants and their names
+    "floor": "forward and backward pass alone",
+    "optim_grads_params+gathered_once+float32sum+whole_6": "gathered once",
+    "optim+float32sum": '"optim"',
+    "optim_grads_params+block_by_block+float32sum": "blocks",
+    "optim_grads_params+block_by_block+float32sum+over_xla": "blocks, over XLA",
+    "annotated_fsdp+first_dim": "FSDP by annotations",
+}
+
+
+def every_strategy() -> str:
+    """One line for each strategy on four H100s: ms of a step, and its memory."""
+    many, one = (
+        group_rows("bench_step/h100_x4/every_strategy", x) for x in ("unrolled-8", "unrolled-1")
+    )
+    table = []
+    for variant, name in EVERY_STRATEGY.items():
+        times = [f"{rows[variant]['ms']:.1f}" if variant in rows else "" for rows in (many, one)]
+        memory = f"{many[variant]['temporary_bytes'] / 1e9:.1f} GB"
+        table.append((name, times[0], memory, times[1]))
+    return markdown.table(("", "8 sequences", "temporary memory", "1 sequence"), table)
+
+
 def wrappers() -> str:
     """One line for each wrapper of bench_wrappers.json; a column for each way to call it."""
     rows = {row["name"]: row for row in _results("bench_wrappers/h100/default")["rows"]}

@@ -306,6 +306,7 @@ TABLES = {
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
     "copies": speed_tables.copies,
+    "every_strategy": speed_tables.every_strategy,
     "wrappers": speed_tables.wrappers,
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,

@@ -28,6 +28,7 @@ from jdistadam.distributed.store import bytes_of_windows
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.kernels.reference import KINDS, num_runs
+from jdistadam.training import overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Plan:
         ``train_step`` takes besides the batch, returns besides the metrics, and updates in place.
         Excludes arrays on the host.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
-      buffers: Temporary memory of a step besides the model's own and the gradients, in the params'
-        dtype, by use; an upper bound: XLA lets some of it share memory.
+      buffers: Temporary memory of a ``train_step`` besides the model's own and the gradients, in
+        the params' dtype, by use; an upper bound: XLA lets some of it share memory. "mailboxes"
+        receive gradients over peer memory.
       collectives: The collectives of a step.
       communication: The transport, and why it is not peer memory.
       on_host: Between steps in host memory, for this device, by name; with
@@ -157,9 +159,12 @@ def _bytes_of_others(opt_state: OptState) -> dict[str, int]:
 def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int) -> Plan:
     """Returns the plan of a schedule that ``config.schedule`` made."""
     buffers: dict[str, int] = {}
-    for entry in schedule.buckets:
-        for name, size in _buffers(config, schedule.layout, entry):
+    are_late = _added_late(config, schedule, accumulate_steps)
+    for entry, is_late in zip(schedule.buckets, are_late, strict=True):
+        for name, size in _buffers(config, schedule.layout, entry, is_late=is_late):
             buffers[name] = buffers.get(name, 0) + size
+    if size := _mailboxes(config, schedule, are_late):
+        buffers["mailboxes"] = size
     held = _held(config, schedule.layout)
     on_host = {name: held[name] for name in config.on_host if held[name]}
     held = {k: x - on_host.get(k, 0) for k, x in held.items() if x != on_host.get(k)}
@@ -201,10 +206,37 @@ def _sums(config: DistributedConfig, layout: Layout) -> int:
     return elements * config.policy.main_grads_dtype.itemsize
 
 
+def _added_late(config: DistributedConfig, schedule: Schedule, accumulate_steps: int) -> list[bool]:
+    """For each bucket: whether parts of its gradient stay until the kernel of an update."""
+    are_parts = all(x.is_copied and not x.gather_again for x in schedule.buckets)
+    come_once = accumulate_steps == 1 or not config.parallel.shards_grads
+    may_wait = are_parts and come_once and not config.takes_norm_first
+    return [
+        may_wait and parts_of_gradients.steps_on_parts(config, entry.bucket)
+        for entry in schedule.buckets
+    ]
+
+
+def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence[bool]) -> int:
+    """Upper bound of what copies of gradients fill at the same time.
+
+    Of parts that are added before the update no more than three groups exist, by [Note: overlap] of
+    training/overlap.py: one travels, one is added, and parts of a third at most wait for others
+    that the same call adds.
+    """
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for entry, is_late in zip(schedule.buckets, are_late, strict=True):
+        if entry.is_copied:
+            received = schedule.layout.whole_size(entry.bucket) - entry.bucket.inner_size
+            sizes[is_late].append(received * config.policy.comm_dtype.itemsize)
+    most = 3 * (overlap.TOGETHER_BYTES + max(sizes[False], default=0))
+    return sum(sizes[True]) + min(sum(sizes[False]), most)
+
+
 def _buffers(
-    config: DistributedConfig, layout: Layout, entry: BucketSchedule
+    config: DistributedConfig, layout: Layout, entry: BucketSchedule, *, is_late: bool
 ) -> Iterator[tuple[str, int]]:
-    """The temporary arrays of one bucket, in this order."""
+    """The temporary arrays of one bucket but its mailbox, in this order."""
     policy, bucket = config.policy, entry.bucket
     # Stacked layers pass one after the other; the sum of gradients holds all of them.
     whole = layout.whole_size(bucket) // (bucket.num_layers or 1)
@@ -216,16 +248,12 @@ def _buffers(
         yield "gradients as sent", whole * sent
     itemsize = jnp.dtype(bucket.dtype).itemsize
     is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
-    if config.communication.is_peer:
-        yield "mailboxes", (whole - inner) * sent
-        if config.takes_norm_first or not parts_of_gradients.steps_on_parts(config, bucket):
-            yield "reduced gradients", inner * 4  # their norm is needed before the update
-        if parts_of_gradients.is_written_whole(config, bucket):
-            if bucket.is_packed:
-                yield "gathered parameters", whole * itemsize
-            return
-    else:
+    if not is_late:
         yield from _reduced(config, entry, whole)
+    if parts_of_gradients.is_written_whole(config, bucket):
+        if bucket.is_packed:
+            yield "gathered parameters", whole * itemsize
+        return
     if config.norms is not None:
         runs = num_runs(bucket.shard_size, holds_several(bucket))
         yield "squares of norms", 4 * len(KINDS) * runs
@@ -247,10 +275,10 @@ def _buffers(
 def _reduced(
     config: DistributedConfig, entry: BucketSchedule, whole: int
 ) -> Iterator[tuple[str, int]]:
-    """What XLA's collectives receive of a gradient."""
+    """What is received of a gradient, but for mailboxes, and its sum."""
     sent, reduced = config.policy.comm_dtype.itemsize, config.policy.reduced_dtype.itemsize
     inner = entry.bucket.inner_size
-    if entry.reduce[0].op == "all-to-all":
+    if entry.reduce[0].op == "all-to-all" and not entry.is_copied:
         yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced
     if entry.reduce[-1].op == "all-gather":  # of the parts of a float32 sum

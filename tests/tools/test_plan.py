@@ -9,10 +9,13 @@ import optax
 import pytest
 
 import jdistadam as jda
+from jdistadam.distributed import calls
+from jdistadam.training import overlap
 from support.dtypes import dtypes
 from support.h200 import WIDTH, loss_fn, params_of, placed
 from support.optimizers import distributed_adamw
 from support.planned import FLAT, PLACEMENTS, POLICIES, STRATEGIES
+from support.samples import often
 
 ROWS = [
     (where, strategy, policy)
@@ -94,6 +97,66 @@ def test_planned_buffers_are_an_upper_bound(h200s, where, strategy, policy):
     )
     planned = jda.plan(params, tx)
     assert program.memory_analysis().temp_size_in_bytes <= 1.01 * planned.buffer_bytes
+
+
+BLOCK_BYTES = 2 * 2 * 512 * 2048  # of a block's parameters, and of their gradients
+MODES = {
+    "optim": {},
+    "optim_grads": dict(sharding_strategy="optim_grads"),
+    "once": dict(sharding_strategy="optim_grads_params", reshard_after_forward=False),
+    "blocks": dict(sharding_strategy="optim_grads_params", layers=lambda path: "block"),
+}
+SHORT = {("optim", 1, None), ("optim", 1, 1.0), ("optim_grads", 3, None), ("blocks", 1, None)}
+
+
+def planned_and_compiled(mesh, num_blocks, accumulate_steps, **options):
+    """The plan of a step over peer memory, and the temporary bytes of its program."""
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
+    tx = distributed_adamw(1e-3, mesh=mesh, policy=policy, communication="peer", **options)
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    block = {"up": array(512, 2048), "down": array(2048, 512)}
+    params = {f"b{i}": block for i in range(num_blocks)}
+
+    @jax.checkpoint
+    def layer(x, p):
+        p = jda.gather_params(p, tx)
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"]
+
+    def loss(params, x):
+        for i in range(num_blocks):
+            x = layer(x, params[f"b{i}"])
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    step = jda.train_step(loss, tx, accumulate_steps=accumulate_steps)
+    batch = placed(mesh, array(8 * accumulate_steps, 512), jax.sharding.PartitionSpec("data"))
+    compiled = step.lower(jda.TrainState.shapes(params, tx), batch).compile()
+    planned = jda.plan(params, tx, accumulate_steps=accumulate_steps)
+    return planned, compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+@pytest.mark.parametrize("mode", list(MODES))
+@often(lambda mode, accumulate_steps, clip: (mode, accumulate_steps, clip) in SHORT)
+def test_mailboxes_grow_with_the_model_only_if_updates_add_gradients(
+    h200s, monkeypatch, mode, accumulate_steps, clip
+):
+    """Between models of 5 and 7 blocks; three groups are four and a half."""
+    monkeypatch.setattr(overlap, "TOGETHER_BYTES", BLOCK_BYTES * 3 // 4)
+    monkeypatch.setattr(overlap, "AHEAD_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(calls, "COPIED_BYTES", BLOCK_BYTES)
+    (small, before), (large, after) = (
+        planned_and_compiled(h200s(4), n, accumulate_steps, max_grad_norm=clip, **MODES[mode])
+        for n in (5, 7)
+    )
+    grown = large.buffers["mailboxes"] - small.buffers["mailboxes"]
+    planned = large.sums + large.buffer_bytes - small.sums - small.buffer_bytes
+    in_backward_pass = mode == "blocks" or (mode == "optim_grads" and accumulate_steps > 1)
+    are_late = clip is None and not in_backward_pass
+    assert grown == (2 * BLOCK_BYTES * 3 // 4 if are_late else 0)
+    own = 2 * BLOCK_BYTES if are_late else 0  # parts of gradients are added to this device's own
+    activations = 2 * 2 * 2 * (512 + 2048)  # of two rows
+    assert grown <= after - before <= planned + own + activations
 
 
 def test_sums_of_gradients_are_planned():
