@@ -100,6 +100,11 @@ class DataParallel:
         return self.strategy == "optim_grads" or self.gathers_layers
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether the devices of the mesh are GPUs."""
+        return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+    @property
     def cut_axes(self) -> tuple[str, ...]:
         """Axes that cut the flat arrays of state."""
         return self.state_axes + self.tensor_axes

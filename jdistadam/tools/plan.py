@@ -227,7 +227,10 @@ def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for entry, is_late in zip(schedule.buckets, are_late, strict=True):
         if entry.is_copied:
-            received = schedule.layout.whole_size(entry.bucket) - entry.bucket.inner_size
+            bucket = entry.bucket
+            received = schedule.layout.whole_size(bucket) - bucket.inner_size
+            if bucket.num_layers is not None:  # of this layer and the one before
+                received = 2 * received // bucket.num_layers
             sizes[is_late].append(received * config.policy.comm_dtype.itemsize)
     most = 3 * (overlap.TOGETHER_BYTES + max(sizes[False], default=0))
     return sum(sizes[True]) + min(sum(sizes[False]), most)

@@ -50,7 +50,7 @@ def over_devices(
     if tx.config.has_model_axes:
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
     if tx.config.communication.is_peer:
-        saves_memory, unrolls = tx.config.parallel.shards_grads, is_on_gpu(tx.config)
+        saves_memory, unrolls = tx.config.parallel.shards_grads, tx.config.parallel.is_on_gpu
         on_a_device = with_overlap(on_a_device, saves_memory=saves_memory, unrolls=unrolls)
     # Without vma checks: gradients of replicated params stay local, and models may use
     # primitives (Pallas, scans from a zero carry) that the check does not accept.
@@ -60,11 +60,6 @@ def over_devices(
         in_specs=(specs, batch_spec),
         out_specs=(specs, result_specs),
     )
-
-
-def is_on_gpu(config: DistributedConfig) -> bool:
-    """Whether the devices of the mesh are GPUs."""
-    return config.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def rows_spec(config: DistributedConfig, batch_spec: P) -> P:

@@ -65,7 +65,7 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
         [jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in which]
         for which in (cut.outputs, cut.summed)
     )
-    state = (list(init), cut.gathers(consts, of_layer(first)), [], outputs, sums)
+    state: Any = (list(init), cut.gathers(consts, of_layer(first)), [], outputs, sums)
     begin, stop = int(bool(cut.grads)), length - bool(cut.gathered)
     if begin:
         state = run(state, first, is_first=True, is_last=length == begin)

@@ -33,7 +33,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 from jdistadam.errors import HyperparameterError
 from jdistadam.training.agreement import agree, texts_of
 from jdistadam.training.loss import LossFunction
-from jdistadam.training.partitioned import check_model_axes, is_on_gpu
+from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
 from jdistadam.training.remembered import (
     is_known,
@@ -84,7 +84,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     Raises:
       TreeError: They depend on ``layers``, and no params are known yet.
     """
-    if not is_on_gpu(config):
+    if not config.parallel.is_on_gpu:
         return {}
     wanted, parallel = dict[str, Any](), config.parallel
     if "scan" in config.kinds_of_layers and not config.communication.is_peer:
@@ -216,7 +216,7 @@ class TrainStep:
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that contains it."""
-        on_gpu = is_on_gpu(self.tx.config) and self.tx.config.mesh.size > 1
+        on_gpu = self.tx.config.parallel.is_on_gpu and self.tx.config.mesh.size > 1
         if on_gpu and self.compiler_options and not self._has_warned:
             self._has_warned = True
             warnings.warn(
