@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 
 Groups = tuple[tuple[int, ...], ...]
@@ -79,6 +80,12 @@ def _copied(
     in_place: bool = False,
 ) -> jax.Array:
     """Starts a copy and waits for it."""
+    if jax.config.jax_disable_jit:
+        raise PolicyError(
+            "communication: copies over peer memory start and end in one compiled program: "
+            "got jax.disable_jit(), expected jax.jit. "
+            'Pass communication="xla" to distributed while you look for an error.'
+        )
     source, numbers = native.unfused(source), attributes_of(groups)
     with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
         start = jax.ffi.ffi_call(START, [target], input_output_aliases=_aliases(in_place, 1))

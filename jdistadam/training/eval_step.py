@@ -136,7 +136,7 @@ class EvalStep:
         optimizer_state = find_state(state.opt_state)
         if trees.is_traced((state, batch)):
             check_layout(state, self.tx)
-            return self._program(state, batch)
+            return jax.jit(self._program)(state, batch)  # whole, also if nothing else is jitted
         check_alive(optimizer_state, state)
         state, _ = checked(state, optimizer_state, self.tx)
         state = dataclasses.replace(state, opt_state=None)

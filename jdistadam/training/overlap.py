@@ -12,7 +12,7 @@ order, which barriers and operands enforce:
 - Gathers of what is known from the beginning start in the order in which their results are needed:
   all at first, or, if memory is to be saved, no more than ``AHEAD_BYTES`` at a time.
 - Gradients are added when the exchange after theirs has started.
-- The steps of a loop that copies have this order, too; nothing overlaps the next step.
+- The steps of a loop that copies have this order, too: [Note: pipelined scan].
 - Copies travel together until they are ``TOGETHER_BYTES``; gathers start before the next product or
   update in any case. One wait is for all that travel together, and XLA must keep it: what nobody
   uses would otherwise lose its memory while others write it.
@@ -71,10 +71,55 @@ def with_overlap(
 
     def overlapped(*args: Any) -> Any:
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        leaves, treedef = jax.tree.leaves(args), jax.tree.structure(shapes)
-        return jax.tree.unflatten(treedef, _in_another_order(traced, leaves, options))
+        count = len(traced.consts)  # what the loss closes over
+
+        def program(values: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+            return core.ClosedJaxpr(traced.jaxpr, values[:count]), list(values[count:])
+
+        def as_traced(*values: Any) -> list[Any]:
+            program_of_values, given = program(values)
+            return core.jaxpr_as_fun(program_of_values)(*given)
+
+        run = _with_rules_of(
+            as_traced, lambda *values: _in_another_order(*program(values), options)
+        )
+        results = run(*traced.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return overlapped
+
+
+def _with_rules_of(step: Callable[..., list[Any]], ordered: Callable[..., list[Any]]) -> Any:
+    """``ordered``, with the derivatives and batches of ``step``, an equal function.
+
+    In ``ordered`` copies of parameters wait for products, which may have tangents; copies have no
+    rules for them.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def batched(*args: Any) -> list[Any]:
+        return ordered(*args)
+
+    @batched.def_vmap
+    def _(axis_size: int, is_batched: list[bool], *args: Any) -> tuple[list[Any], list[bool]]:
+        axes = tuple(0 if x else None for x in is_batched)
+        results = jax.vmap(step, axes, axis_size=axis_size)(*args)
+        return results, [True] * len(results)
+
+    differentiable = jax.custom_jvp(batched)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+        moved = [i for i, is_ in enumerate(is_zero) if not is_]
+
+        def of_moved(*values: Any) -> list[Any]:
+            known = dict(zip(moved, values, strict=True))
+            return step(*(known.get(i, x) for i, x in enumerate(primals)))
+
+        return jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+
+    differentiable.defjvp(jvp, symbolic_zeros=True)
+    return differentiable
 
 
 def _in_another_order(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import jdistadam as jda
 from jdistadam.distributed import calls
@@ -24,13 +25,20 @@ BLOCKS = dict(
     sharding_strategy="optim_grads_params", layers=lambda path: None if "embed" in path else "block"
 )
 WHOLE = ONCE | dict(reshard_after_backward=lambda path: not ("embed" in path or "b0" in path))
+SCAN = dict(
+    sharding_strategy="optim_grads_params", layers=lambda path: "scan" if "layers" in path else None
+)
 BLOCK_BYTES = 8 * WIDTH * WIDTH * 2  # of a block's parameters
 
 
-def shapes():
+def shapes(num_scanned=0):
+    """Of a model with blocks, or with a stack of layers."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     block = {"up": array(WIDTH, 4 * WIDTH), "down": array(4 * WIDTH, WIDTH)}
-    blocks = {f"b{i}": block | {"scale": array(WIDTH)} for i in range(LAYERS)}
+    block |= {"scale": array(WIDTH)}
+    blocks = {f"b{i}": block for i in range(LAYERS)}
+    if num_scanned:
+        blocks = {"layers": {k: array(num_scanned, *v.shape) for k, v in block.items()}}
     return {"embed": array(2048, WIDTH), **blocks}
 
 
@@ -38,14 +46,20 @@ def block(x, p):
     return x + jax.nn.relu((x * p["scale"][None, None]) @ p["up"]) @ p["down"]
 
 
-def loss_of(wrapped, tx=None):
-    """A tied embedding, and blocks that may be wrapped, for example in ``jax.checkpoint``."""
+def loss_of(wrapped, tx=None, **options):
+    """A tied embedding, and blocks that may be wrapped, for example in ``jax.checkpoint``.
+
+    ``options``: of the scan, if there is a stack of layers.
+    """
     gather = (lambda p: p) if tx is None else (lambda p: jda.gather_params(p, tx))
 
     def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]]
-        for i in range(LAYERS):
-            x = wrapped(lambda x, p: block(x, gather(p)))(x, params[f"b{i}"])
+        call = wrapped(lambda x, p: block(x, gather(p)))
+        if "layers" in params:
+            x = jax.lax.scan(lambda x, p: (call(x, p), None), x, params["layers"], **options)[0]
+        for i in range(LAYERS if "layers" not in params else 0):
+            x = call(x, params[f"b{i}"])
         logits = (x @ params["embed"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
@@ -53,7 +67,7 @@ def loss_of(wrapped, tx=None):
     return loss
 
 
-def make(mesh, means="peer", wrapped=lambda f: f, accumulate_steps=1, **options):
+def make(mesh, means="peer", wrapped=lambda f: f, accumulate_steps=1, scan=None, **options):
     tx = jda.distributed(
         jda.fused_adamw(1e-3, weight_decay=0.1),
         mesh=mesh,
@@ -61,7 +75,9 @@ def make(mesh, means="peer", wrapped=lambda f: f, accumulate_steps=1, **options)
         communication=means,
         **options,
     )
-    return tx, jda.train_step(loss_of(wrapped, tx), tx, accumulate_steps=accumulate_steps)
+    return tx, jda.train_step(
+        loss_of(wrapped, tx, **scan or {}), tx, accumulate_steps=accumulate_steps
+    )
 
 
 @pytest.fixture
@@ -72,15 +88,19 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(calls, "COPIED_BYTES", BLOCK_BYTES)
 
 
+def computations_of(text, start="\nENTRY"):
+    """The computations of a program that begin like ``start`` and copy."""
+    found = [(start + x).split("\n}")[0] for x in text.split(start)[1:]]
+    return [body for body in found if copies.WAIT in body]
+
+
 def events_of(text, start="\nENTRY"):
     """What a program does, in order: "exchange", "gather", "wait", "product", "sum", "step".
 
     Or the first computation that begins like ``start`` and copies.
     """
-    parts_of_text = [start + x for x in text.split(start)[1:]]
-    body = next(x.split("\n}")[0] for x in parts_of_text if copies.WAIT in x.split("\n}")[0])
     found = []
-    for line in body.splitlines():
+    for line in computations_of(text, start)[0].splitlines():
         target = re.search(r'custom_call_target="(\w+)"', line)
         if target and target[1] == copies.START:
             found.append("gather" if "gathers = true" in line else "exchange")
@@ -93,10 +113,10 @@ def events_of(text, start="\nENTRY"):
     return found
 
 
-def products_beside_gathers(text):
-    """For each gather in the order of starts: how many products run between start and wait."""
+def products_beside(computation, gathers=True):
+    """For each gather or exchange, as it starts: how many products run between start and wait."""
     count, started, found, tuples = 0, {}, {}, {}
-    for line in text[text.index("\nENTRY") :].splitlines():
+    for line in re.sub(r"/\*index=\d+\*/", "", computation).splitlines():
         name = re.search(r"(%?[\w.-]+) = ", line)
         operands = re.search(r" ([\w-]+)\((%?[\w.-]+(?:, %?[\w.-]+)*)\)", line)
         op, of = (operands[1], operands[2].split(", ")) if name and operands else (None, [])
@@ -107,7 +127,7 @@ def products_beside_gathers(text):
             source = tuples[of[0]][i] if of[0] in tuples else of[0]
             if source in started:
                 started[name[1]] = started[source]
-        elif copies.START in line and "gathers = true" in line:
+        elif copies.START in line and ("gathers = true" in line) == gathers:
             started[name[1]] = len(found)
             found[len(found)] = -count
         elif copies.WAIT in line and of[0] in started:
@@ -116,9 +136,9 @@ def products_beside_gathers(text):
     return list(found.values())
 
 
-def compiled(mesh, **options):
+def compiled(mesh, num_scanned=0, **options):
     tx, step = make(mesh, **options)
-    state = jda.TrainState.shapes(shapes(), tx)
+    state = jda.TrainState.shapes(shapes(num_scanned), tx)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     count = 2 * N * options.get("accumulate_steps", 1)
     tokens = jax.ShapeDtypeStruct((count, 129), jnp.int32, sharding=rows)
@@ -188,7 +208,7 @@ def test_blocks_are_gathered_shortly_before_their_use(h200s, small_groups, wrapp
     passes = events[first:last]
     assert passes.count("gather") >= 2 * LAYERS - 4
     # All but the first ones, and new parameters, travel beside products, and not for long.
-    beside = products_beside_gathers(program.as_text())
+    beside = products_beside(computations_of(program.as_text())[0])
     assert len(beside) >= 2 * LAYERS and all(1 <= n <= 16 for n in beside[2:-1])
     sent = [i for i, event in enumerate(events) if event == "exchange"]
     sums = [i for i, event in enumerate(events) if event == "sum"]
@@ -207,16 +227,33 @@ def test_gradients_of_micro_batches_are_sent_during_the_backward_pass(h200s, sma
     assert sum(i < last for i in sent) >= LAYERS - 1 and sum(i < last for i in sums) >= LAYERS - 2
 
 
-def numbers(mesh, means, wrapped, **options):
-    tx, step = make(mesh, means, wrapped, **options)
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("wrapper", ["checkpoint", "policy"])
+def test_layers_of_a_scan_travel_beside_others(h200s, small_groups, wrapper, accumulate_steps):
+    """Gathers beside the layer before, exchanges beside the next; no parameter is moved."""
+    options = dict(accumulate_steps=accumulate_steps, num_scanned=6, **SCAN)
+    text = compiled(h200s(N), wrapped=WRAPPERS[wrapper], **options).as_text()
+    starts = ("\n%region", "\n%closed_call", "\n%wide", "\n%body", "\n%_body")
+    loops = [x for start in starts for x in computations_of(text, start)]
+    loops = [x for x in loops if " while(" not in x]  # one over micro-batches has others within
+    forward, backward = sorted(loops, key=lambda x: "gathers = false" in x)
+    for loop in (forward, backward):
+        assert all(n >= 2 for n in products_beside(loop)) and products_beside(loop)
+        assert not {dims for dims in moved(loop) if "1024" in dims.split(",")}
+    assert all(n >= 4 for n in products_beside(backward, gathers=False))
+    assert products_beside(backward, gathers=False)
+
+
+def numbers(mesh, means, wrapped, num_scanned=0, accumulate_steps=1, **options):
+    tx, step = make(mesh, means, wrapped, accumulate_steps, **options)
     keys = jax.random.split(jax.random.key(0), 64)
-    leaves, treedef = jax.tree.flatten(shapes())
+    leaves, treedef = jax.tree.flatten(shapes(num_scanned))
     drawn = [  # in float32: XLA for CPUs merges products of bfloat16, and then rounds elsewhere
         0.05 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=False)
     ]
     state = jda.TrainState.create(treedef.unflatten(drawn), tx)
     for i in range(3):
-        tokens = jax.random.randint(jax.random.key(i), (2 * N, 17), 0, 2048)
+        tokens = jax.random.randint(jax.random.key(i), (2 * N * accumulate_steps, 17), 0, 2048)
         state, metrics = jax.block_until_ready(step(state, jda.shard_batch(tokens, tx)))
     return state, metrics
 
@@ -233,6 +270,41 @@ WRAPPERS = {
     "policy": functools.partial(jax.checkpoint, policy=jda.remat_policy),
     "scan of checkpoint": lambda f: scanned(jax.checkpoint(f)),
 }
+
+
+LOOPS = [  # lengths, and options of the scan
+    (1, {}),
+    (2, {}),
+    (3, dict(reverse=True)),
+    (6, dict(unroll=2)),
+    (7, dict(unroll=3)),
+]
+
+
+@pytest.mark.parametrize(("num_scanned", "scan"), LOOPS)
+@pytest.mark.parametrize("wrapper", ["plain", "checkpoint", "policy"])
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+@often(
+    lambda num_scanned, scan, wrapper, accumulate_steps: (
+        (num_scanned + accumulate_steps + len(wrapper)) % 3 == 0
+    )
+)
+def test_layers_of_a_scan_get_the_same_bits(cpu_mesh, num_scanned, scan, wrapper, accumulate_steps):
+    options = dict(num_scanned=num_scanned, scan=scan, accumulate_steps=accumulate_steps)
+    got, want = (
+        numbers(cpu_mesh(N), means, WRAPPERS[wrapper], max_grad_norm=0.5, **options, **SCAN)
+        for means in ("peer", "xla")
+    )
+    assert_trees_same_bits(got, want)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+def test_layers_of_a_scan_are_copied_as_planned(cpu_mesh, accumulate_steps):
+    wrapped = WRAPPERS["policy"]
+    tx, step = make(cpu_mesh(N), wrapped=wrapped, accumulate_steps=accumulate_steps, **SCAN)
+    tokens = np.zeros((2 * N * accumulate_steps, 17), np.int32)
+    found = jda.audit(step, jda.TrainState.shapes(shapes(5), tx), tokens)
+    assert found.passed, found
 
 
 STRATEGIES = {"optim": {}, "once": ONCE, "whole": WHOLE, "gradients": GRADIENTS, "blocks": BLOCKS}
@@ -382,3 +454,45 @@ def test_long_chains_and_odd_results_of_anchors_are_evaluated(cpu_mesh):
         x = jda.shard_batch(np.ones((2 * N, 128), np.float32), tx)
         results.append((jda.eval_step(loss, tx)(state, x)[0], jda.train_step(loss, tx)(state, x)))
     assert_trees_same_bits(*results)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jit"])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_an_evaluation_can_be_differentiated_and_vectorized(small_groups, transform, is_jitted):
+    """By the batch, and by what the loss closes over."""
+    mesh = jax.make_mesh((N,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:N])
+    x = jnp.arange(2 * N * WIDTH, dtype=jnp.float32).reshape(2 * N, WIDTH) / 1000
+    args = (jnp.float32(2), x)
+    if transform == "vmap":
+        args = jax.tree.map(lambda leaf: jnp.stack([leaf, 3 * leaf]), args)
+
+    def result_over(means, is_jitted):
+        tx, _ = make(mesh, means, **ONCE)
+        params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01), shapes())
+        state = jda.TrainState.create(params, tx)
+
+        def loss(scale, x):
+            squares = lambda p, x, i: jnp.square(x @ p[f"b{i}"]["up"] * scale)  # noqa: E731
+            of = lambda p, x: sum(squares(p, x, i).mean() for i in range(LAYERS))  # noqa: E731
+            return jda.eval_step(of, tx)(state, x)[0]
+
+        options = dict(argnums=(0, 1)) if transform == "grad" else {}
+        function = getattr(jax, transform)(loss, **options)
+        return (jax.jit(function) if is_jitted else function)(*args)
+
+    got = result_over("peer", is_jitted)
+    want = result_over("xla", False)  # jit(vmap) of a product after an all-gather is NaN on CPUs
+    assert all(np.asarray(leaf).all() for leaf in jax.tree.leaves(want)[:1])
+    assert_trees_same_bits(got, want)
+
+
+def test_copies_refuse_to_run_one_by_one(cpu_mesh):
+    tx, step = make(cpu_mesh(N), **ONCE)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes())
+    state = jda.TrainState.create(zeros, tx)
+    tokens = jda.shard_batch(np.zeros((2 * N, 17), np.int32), tx)
+    with (
+        jax.disable_jit(),
+        pytest.raises(jda.PolicyError, match=r"^communication: copies over peer"),
+    ):
+        step(state, tokens)
