@@ -12,10 +12,9 @@ pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
 
-Within such a step XLA sends what a scan gathers, layer by layer, because it overlaps the iterations
-of loops, and whatever goes along replica axes. It must be started from one thread: devices wait for
-each other in every step, so two threads whose programs reach two GPUs in different orders would
-wait until the timeout.
+Within such a step XLA sends whatever goes along replica axes. It must be started from one thread:
+devices wait for each other in every step, so two threads whose programs reach two GPUs in different
+orders would wait until the timeout.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
 hold. "peer" raises if a row does not hold.

@@ -237,11 +237,10 @@ def test_layers_of_a_scan_travel_beside_others(h200s, small_groups, wrapper, acc
     loops = [x for start in starts for x in computations_of(text, start)]
     loops = [x for x in loops if " while(" not in x]  # one over micro-batches has others within
     forward, backward = sorted(loops, key=lambda x: "gathers = false" in x)
-    for loop in (forward, backward):
-        assert all(n >= 2 for n in products_beside(loop)) and products_beside(loop)
-        assert not {dims for dims in moved(loop) if "1024" in dims.split(",")}
-    assert all(n >= 4 for n in products_beside(backward, gathers=False))
-    assert products_beside(backward, gathers=False)
+    exchanges = products_beside(backward, gathers=False)
+    for beside in (products_beside(forward), products_beside(backward), exchanges):
+        assert beside and all(n >= 2 for n in beside)
+    assert not {dims for loop in loops for dims in moved(loop) if "1024" in dims.split(",")}
 
 
 def numbers(mesh, means, wrapped, num_scanned=0, accumulate_steps=1, **options):
