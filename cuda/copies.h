@@ -252,8 +252,9 @@ class CopyBoard {
     }
     const auto found = started_.find({who.me, who.run, target});
     if (found == started_.end()) {
-      *why = FailureOf(who.me, "a wait for copies that were not started, or whose target moved: "
-                                 "both must be in one program, under jax.jit");
+      *why = FailureOf(who.me,
+                       "a wait for copies that were not started, or whose target moved: "
+                       "both must be in one program, under jax.jit");
       return nullptr;
     }
     const JobPointer job = found->second;
