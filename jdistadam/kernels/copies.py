@@ -80,7 +80,7 @@ def _copied(
     in_place: bool = False,
 ) -> jax.Array:
     """Starts a copy and waits for it."""
-    if jax.config.jax_disable_jit:
+    if getattr(jax.config, "jax_disable_jit", False):
         raise PolicyError(
             "communication: copies over peer memory start and end in one compiled program: "
             "got jax.disable_jit(), expected jax.jit. "
