@@ -68,7 +68,7 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
     state: Any = (list(init), cut.gathers(consts, of_layer(first)), [], outputs, sums)
     begin, stop = int(bool(cut.grads)), length - bool(cut.gathered)
     if begin:
-        state = run(state, first, is_first=True, is_last=length == begin)
+        state = run(state, first, is_first=True)
     if begin < stop:
         places = first + forward * jnp.arange(begin, stop)
         unroll = max(2, loop.params["unroll"])  # otherwise XLA copies what a step passes on
