@@ -153,32 +153,49 @@ def _with_parted_barriers(traced: Any) -> Any:
     """A jaxpr whose barriers do not keep gathers, and sums over devices, at their place.
 
     Before layers that are computed again, JAX puts a barrier around all that they need, also what a
-    gather sends. [Note: one block at a time] has one around sums of gradients.
+    gather sends; within it, XLA would keep widened shards: [Note: widened shards]. [Note: one block
+    at a time] has one around sums of gradients.
     """
     eqns = traced.jaxpr.eqns
     given, sums = {*traced.jaxpr.constvars, *traced.jaxpr.invars}, set[Any]()
+    sources = {x.invars[0] for x in eqns if copies.is_start(x, gathers=True)}  # native.unfused
     for eqn in eqns:
         for old, new in _from_to(eqn):
             given.update([new] if given.issuperset(old) else ())
             sums.update([new] if old and old <= sums | given and old & sums else ())
         sums.update(eqn.outvars if contains(eqn, {parts.SUM}) else ())
-    sent, found = set[Any](), list[Any]()
+    sent, found, same = set[Any](), list[Any](), dict[Any, Any]()
     for eqn in reversed(eqns):
         pairs = _from_to(eqn)
-        if copies.is_start(eqn, gathers=True):
-            sent.update(eqn.invars)
-        sent.update(v for old, new in pairs if new in sent & given for v in old)
+        sent.update(v for old, new in pairs if new in (sent | sources) & given for v in old)
         if eqn.primitive.name != "optimization_barrier":
             found.append(eqn)
             continue
-        kinds: dict[Any, list[int]] = {}
+        kinds: dict[bool, list[int]] = {}
         for i, (_, new) in enumerate(pairs):
-            kind = ("sent", i) if new in sent & given else ("sums", new in sums)
-            kinds.setdefault(kind, []).append(i)
+            if new in sent & given:
+                same[new] = eqn.invars[i]
+            else:
+                kinds.setdefault(new in sums, []).append(i)
         for part in kinds.values():
             of_part = ([x[i] for i in part] for x in (eqn.invars, eqn.outvars))
             found.append(eqn.replace(**dict(zip(("invars", "outvars"), of_part, strict=True))))
-    return core.ClosedJaxpr(traced.jaxpr.replace(eqns=found[::-1]), traced.consts)
+    return _renamed(core.ClosedJaxpr(traced.jaxpr.replace(eqns=found[::-1]), traced.consts), same)
+
+
+def _renamed(traced: Any, same: dict[Any, Any]) -> Any:
+    """A jaxpr in which some variables, or literals, stand for others."""
+
+    def known(atoms: Iterable[Any]) -> list[Any]:
+        found = list(atoms)
+        for i, v in enumerate(found):
+            while not isinstance(v, core.Literal) and v in same:
+                v = found[i] = same[v]
+        return found
+
+    jaxpr = traced.jaxpr
+    eqns = [eqn.replace(invars=known(eqn.invars)) for eqn in jaxpr.eqns]
+    return core.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=known(jaxpr.outvars)), traced.consts)
 
 
 def _from_to(eqn: Any) -> list[tuple[set[Any], Any]]:
