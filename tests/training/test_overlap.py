@@ -31,11 +31,11 @@ SCAN = dict(
 BLOCK_BYTES = 8 * WIDTH * WIDTH * 2  # of a block's parameters
 
 
-def shapes(num_scanned=0, scales=True):
+def shapes(num_scanned=0):
     """Of a model with blocks, or with a stack of layers."""
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     block = {"up": array(WIDTH, 4 * WIDTH), "down": array(4 * WIDTH, WIDTH)}
-    block |= {"scale": array(WIDTH)} if scales else {}
+    block |= {"scale": array(WIDTH)}
     blocks = {f"b{i}": block for i in range(LAYERS)}
     if num_scanned:
         blocks = {"layers": {k: array(num_scanned, *v.shape) for k, v in block.items()}}
@@ -43,15 +43,14 @@ def shapes(num_scanned=0, scales=True):
 
 
 def block(x, p):
-    scaled = x * p["scale"][None, None] if "scale" in p else x
-    return x + jax.nn.relu(scaled @ p["up"]) @ p["down"]
+    return x + jax.nn.relu((x * p["scale"][None, None]) @ p["up"]) @ p["down"]
 
 
-def loss_of(wrapped, tx=None, after=False, **options):
+def loss_of(wrapped, tx=None, after=False, is_linear=False, **options):
     """A tied embedding, and blocks that may be wrapped, for example in ``jax.checkpoint``.
 
-    ``after``: whether blocks are gathered after the input of the one before. ``options``: of the
-    scan, if there is a stack of layers.
+    ``after``: whether blocks are gathered after the input of the one before. ``is_linear``: the sum
+    of logits in place of entropies. ``options``: of the scan, if there is a stack of layers.
     """
 
     def gather(p, before):
@@ -66,14 +65,15 @@ def loss_of(wrapped, tx=None, after=False, **options):
             x, before = call(x, params[f"b{i}"], *[before] * after), x
         logits = (x @ params["embed"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        if is_linear:
+            return jnp.sum(picked)
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
     return loss
 
 
-def make(
-    mesh, means="peer", wrapped=lambda f: f, accumulate_steps=1, scan=None, after=False, **options
-):
+def make(mesh, means="peer", wrapped=lambda f: f, accumulate_steps=1, scan=None, **options):
+    of_loss = {k: options.pop(k) for k in ("after", "is_linear") if k in options}
     tx = jda.distributed(
         jda.fused_adamw(1e-3, weight_decay=0.1),
         mesh=mesh,
@@ -81,9 +81,8 @@ def make(
         communication=means,
         **options,
     )
-    return tx, jda.train_step(
-        loss_of(wrapped, tx, after, **scan or {}), tx, accumulate_steps=accumulate_steps
-    )
+    loss = loss_of(wrapped, tx, **of_loss, **scan or {})
+    return tx, jda.train_step(loss, tx, accumulate_steps=accumulate_steps)
 
 
 @pytest.fixture
@@ -262,10 +261,10 @@ def test_no_copy_is_fused_with_a_slice_of_a_stack(h200s, num_scanned, wrapper):
     assert text.count(copies.START) >= 3 and copies.START not in fused and copies.WAIT not in fused
 
 
-def numbers(mesh, means, wrapped, num_scanned=0, accumulate_steps=1, scales=True, **options):
+def numbers(mesh, means, wrapped, num_scanned=0, accumulate_steps=1, **options):
     tx, step = make(mesh, means, wrapped, accumulate_steps, **options)
     keys = jax.random.split(jax.random.key(0), 64)
-    leaves, treedef = jax.tree.flatten(shapes(num_scanned, scales))
+    leaves, treedef = jax.tree.flatten(shapes(num_scanned))
     drawn = [  # in float32: XLA for CPUs merges products of bfloat16, and then rounds elsewhere
         0.05 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=False)
     ]
@@ -320,19 +319,51 @@ def test_layers_of_a_scan_get_the_same_bits(cpu_mesh, num_scanned, scan, wrapper
     assert_trees_same_bits(got, want)
 
 
+def step_on_integers(mesh, means, wrapped, num_scanned, accumulate_steps, seed, **options):
+    """One step in which all products and sums are exact, so their order is any: small integers.
+
+    A layer at most doubles the largest number, so float32 and TF32 hold all of them.
+    """
+
+    tx, step = make(mesh, means, wrapped, accumulate_steps, is_linear=True, **options)
+    keys = jax.random.split(jax.random.key(seed), 4)
+    permuted = lambda key: jax.random.permutation(key, jnp.eye(WIDTH), axis=1)  # noqa: E731
+    up = jax.vmap(permuted)(jax.random.split(keys[0], num_scanned))
+    down = jax.vmap(permuted)(jax.random.split(keys[1], num_scanned))
+    nothing = jnp.zeros((num_scanned, WIDTH, 3 * WIDTH))
+    layers = {
+        "up": jnp.concatenate([up, nothing], 2),
+        "down": jnp.concatenate([down, nothing.swapaxes(1, 2)], 1),
+        "scale": jnp.ones((num_scanned, WIDTH)),
+    }
+    embed = jax.random.randint(keys[2], (2048, WIDTH), -1, 2).astype(jnp.float32)
+    state = jda.TrainState.create({"embed": embed, "layers": layers}, tx)
+    rows = 2 * mesh.size * accumulate_steps
+    tokens = jax.random.randint(keys[3], (rows, 17), 0, 2048)
+    return jax.block_until_ready(step(state, jda.shard_batch(tokens, tx)))
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("num_scanned", "scan"), LOOPS)
 @pytest.mark.parametrize(("wrapper", "accumulate_steps"), [("plain", 1), ("policy", 3)])
 def test_layers_of_a_scan_get_the_same_bits_on_gpus(num_scanned, scan, wrapper, accumulate_steps):
-    """Without sums whose order XLA chooses for each program, or each run: of rows, and the loss."""
     gpus = jax.devices("gpu")
     mesh = jax.make_mesh((len(gpus),), ("data",), devices=gpus)
-    options = dict(num_scanned=num_scanned, scan=scan, accumulate_steps=accumulate_steps)
-    options |= dict(scales=False)
-    (got, _), (want, _) = (
-        numbers(mesh, means, WRAPPERS[wrapper], **options, **SCAN) for means in ("peer", "xla")
-    )
-    assert_trees_same_bits(got, want)
+    for seed in range(3):
+        got, want = (
+            step_on_integers(
+                mesh,
+                means,
+                WRAPPERS[wrapper],
+                num_scanned,
+                accumulate_steps,
+                seed,
+                scan=scan,
+                **SCAN,
+            )
+            for means in ("peer", "xla")
+        )
+        assert_trees_same_bits(got, want)
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 3])
