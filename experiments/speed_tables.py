@@ -214,27 +214,40 @@ def copies() -> str:
     return markdown.table((*columns, "temporary GB, 8 sequences"), table)
 
 
-EVERY_STRATEGY = {  # variants and their names
-    "floor": "forward and backward pass alone",
-    "optim_grads_params+gathered_once+float32sum+whole_6": "gathered once",
-    "optim+float32sum": '"optim"',
-    "optim_grads_params+block_by_block+float32sum": "blocks",
-    "optim_grads_params+block_by_block+float32sum+over_xla": "blocks, over XLA",
-    "annotated_fsdp+first_dim": "FSDP by annotations",
-}
+ZERO3 = "optim_grads_params"
+EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
+    ("every_strategy", "unrolled-8", "floor", "forward and backward pass alone"),
+    ("every_strategy", "unrolled-8", f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once"),
+    ("every_strategy", "unrolled-8", f"{ZERO3}+block_by_block+float32sum", "blocks"),
+    (
+        "every_strategy",
+        "unrolled-8",
+        "optim+float32sum+remainder16+block8",
+        '"optim", 8-bit moments, 16 bits of main parameters',
+    ),
+    ("every_strategy", "unrolled-8", "annotated_fsdp+first_dim", "FSDP by annotations"),
+    ("loops", "scanned-8", "floor", "scanned layers: forward and backward pass alone"),
+    ("loops", "scanned-8", f"{ZERO3}+float32sum", "scanned layers"),
+    ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, FSDP by annotations"),
+    ("loops", "scanned-1", "floor", "the same with 1 sequence: alone"),
+    ("loops", "scanned-1", f"{ZERO3}+float32sum", "scanned layers, 1 sequence"),
+    ("loops", "unrolled-8x4", "floor", "4 micro-batches: forward and backward passes alone"),
+    ("loops", "unrolled-8x4", "optim+float32sum", '4 micro-batches, "optim"'),
+    ("loops", "unrolled-8x4", "optim_grads+float32sum", '4 micro-batches, "optim_grads"'),
+)
 
 
 def every_strategy() -> str:
-    """One line for each strategy on four H100s: ms of a step, and its memory."""
-    many, one = (
-        group_rows("bench_step/h100_x4/every_strategy", x) for x in ("unrolled-8", "unrolled-1")
-    )
+    """One line for each kind of step on four H100s: ms over copies and over XLA, and memory."""
     table = []
-    for variant, name in EVERY_STRATEGY.items():
-        times = [f"{rows[variant]['ms']:.1f}" if variant in rows else "" for rows in (many, one)]
-        memory = f"{many[variant]['temporary_bytes'] / 1e9:.1f} GB"
-        table.append((name, times[0], memory, times[1]))
-    return markdown.table(("", "8 sequences", "temporary memory", "1 sequence"), table)
+    for record, workload, variant, name in EVERY_STRATEGY:
+        rows = group_rows(f"bench_step/h100_x4/{record}", workload)
+        row, over_xla = rows[variant], rows.get(f"{variant}+over_xla")
+        times = (f"{row['ms']:.1f}", f"{over_xla['ms']:.1f}" if over_xla else "")
+        if "annotated" in variant:
+            times = times[::-1]
+        table.append((name, *times, f"{row['temporary_bytes'] / 1e9:.1f} GB"))
+    return markdown.table(("", "by copies", "over XLA", "temporary memory"), table)
 
 
 def wrappers() -> str:
