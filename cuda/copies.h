@@ -12,7 +12,8 @@
 //
 // Which starts meet is known from the execution (equal on all devices, different for each one), the
 // call site in the program, and the number of the execution's visit to that site on the device. A
-// wait knows its start by the execution and the address of its first target.
+// wait knows its start by the execution and the address of its first target. Devices of several
+// processes: processes.h.
 //
 // If a device cannot go on, its execution has failed on all devices. A device *leaves* it: copies
 // that not all devices have started will never be made, and the device returns its error, after
@@ -30,6 +31,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -58,10 +60,21 @@ struct CopyPiece {
   size_t rows, run, from_pitch, to_pitch;
 };
 
+// The devices that copy among each other, if some are of other processes: processes.h.
+struct CopyClique {
+  int64_t run;                   // in place of an execution: negative, and equal in all processes
+  std::vector<int64_t> devices;  // their numbers, which are those of JAX
+  std::vector<int> processes;    // of each device; kHere for this process
+  std::vector<int> ordinals;     // of those of this process
+};
+
+constexpr int kHere = -1;
+
 // Who starts copies: device `me` of `count`, in an execution, at a call site.
 struct CopyVisitor {
   int64_t run, site;
   int count, me;
+  const CopyClique* clique = nullptr;  // null if all devices are of this process
 };
 
 // What a device says when it cannot go on.
@@ -79,8 +92,13 @@ class CopyJob {
     Extra extra;
   };
 
-  CopyJob(const CopyVisitor& who, bool is_gather)
-      : run(who.run), site(who.site), is_gather(is_gather), posts(who.count) {}
+  CopyJob(const CopyVisitor& who, int64_t visit, bool is_gather)
+      : run(who.run),
+        site(who.site),
+        visit(visit),
+        clique(who.clique),
+        is_gather(is_gather),
+        posts(who.count) {}
 
   int count() const { return int(posts.size()); }
 
@@ -115,14 +133,16 @@ class CopyJob {
   }
 
   // A device has enqueued all copies that it sends.
-  void HasIssued() { Settle(""); }
+  void HasIssued(int me) { Settle(me, ""); }
 
   // A device could not, and what it had enqueued is done.
-  void HasGivenUp(const std::string& why) { Settle(why); }
+  void HasGivenUp(int me, const std::string& why) { Settle(me, why); }
+
+  bool IsHere(int place) const { return clique == nullptr || clique->processes[place] == kHere; }
 
   // Whether a device's arrays have the sizes of those that others have posted.
   bool Fits(const CopyVisitor& who, const Post& post) const {
-    if (who.count != count()) return false;
+    if (who.count != count() || who.site != site) return false;
     for (int p = 0; p < count(); ++p) {
       const auto same = [](const CopyArray& a, const CopyArray& b) {
         return a.rows == b.rows && a.run == b.run && a.pitch == b.pitch;
@@ -169,8 +189,10 @@ class CopyJob {
     changed_.wait(lock, [&] { return num_settled_ == count(); });
   }
 
-  const int64_t run, site;
+  const int64_t run, site, visit;
+  const CopyClique* const clique;
   const bool is_gather;
+  std::function<void(int me, const std::string& why)> tell;  // other processes; guarded like posts
   std::vector<Post> posts;  // by place; guarded by the board until all have come
   std::atomic<bool> has_posted[kMaxCopyDevices] = {};
   bool has_waited[kMaxCopyDevices] = {};  // each is of one device alone
@@ -190,7 +212,8 @@ class CopyJob {
            b.first < a.first + a.second;
   }
 
-  void Settle(const std::string& why) {
+  void Settle(int me, const std::string& why) {
+    if (tell && IsHere(me)) tell(me, why);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (why_.empty()) why_ = why;
     ++num_settled_;
@@ -226,21 +249,18 @@ class CopyBoard {
       return nullptr;
     }
     is_used_ = true;
-    const Key key{who.run, who.site, Visit(who)};
-    JobPointer& open = gathering_[key];
-    if (!open) open = std::make_shared<Job>(who, is_gather);
-    const JobPointer job = open;
-    if (!job->Fits(who, post)) {
-      FailLocked(who.run, FailureOf(who.me, "its copies are not those of the other devices"));
-      *why = failures_[who.run];
-      return nullptr;
-    }
-    for (const CopyArray& array : post.arrays) started_[{who.me, who.run, array.target}] = job;
-    job->posts[who.me] = std::move(post);
-    job->has_posted[who.me] = true;
-    *is_last = ++job->num_posted == who.count;
-    if (*is_last) gathering_.erase(key);
+    const JobPointer job = PostLocked(who, Visit(who), is_gather, std::move(post), is_last, why);
+    if (job == nullptr) return nullptr;
+    for (const CopyArray& array : job->posts[who.me].arrays)
+      started_[{who.me, who.run, array.target}] = job;
     return job;
+  }
+
+  // The same for a device of another process, which says how many starts came before this one.
+  JobPointer StartElsewhere(const CopyVisitor& who, int64_t visit, bool is_gather,
+                            typename Job::Post post, bool* is_last, std::string* why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return PostLocked(who, visit, is_gather, std::move(post), is_last, why);
   }
 
   // The job that a device started with this target. Null with `*why` if the execution failed.
@@ -341,6 +361,27 @@ class CopyBoard {
     return jobs;
   }
 
+  JobPointer PostLocked(const CopyVisitor& who, int64_t visit, bool is_gather,
+                        typename Job::Post post, bool* is_last, std::string* why) {
+    const Key key{who.run, SiteOf(who), visit};
+    JobPointer& open = gathering_[key];
+    if (!open) open = std::make_shared<Job>(who, visit, is_gather);
+    const JobPointer job = open;
+    if (!job->Fits(who, post) || job->is_gather != is_gather) {
+      FailLocked(who.run, FailureOf(who.me, "its copies are not those of the other devices"));
+      *why = failures_[who.run];
+      return nullptr;
+    }
+    job->posts[who.me] = std::move(post);
+    job->has_posted[who.me] = true;
+    *is_last = ++job->num_posted == who.count;
+    if (*is_last) gathering_.erase(key);
+    return job;
+  }
+
+  // Starts between processes meet by their number alone; an execution has another one in each.
+  static int64_t SiteOf(const CopyVisitor& who) { return who.clique == nullptr ? who.site : 0; }
+
   void FailLocked(int64_t run, const std::string& why) {
     if (failures_.count(run) == 0 && failures_.size() >= kMaxRuns)
       failures_.erase(failures_.begin());
@@ -353,7 +394,7 @@ class CopyBoard {
   }
 
   int64_t Visit(const CopyVisitor& who) {
-    auto& runs = visits_[{who.site, who.me}];
+    auto& runs = visits_[{SiteOf(who), who.me}];
     for (auto& known : runs)
       if (known.first == who.run) return ++known.second;
     if (runs.size() == kMaxRuns) runs.pop_front();

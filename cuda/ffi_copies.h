@@ -4,7 +4,8 @@
 //              results: the targets, which nobody may use before copy_wait.
 // copy_wait    operands: the targets, the sources, and others that are not read. Results: the
 //              targets, aliased.
-// devices      local numbers of the devices: group by group, and in each in the order of the parts.
+// devices      numbers of the devices: group by group, and in each in the order of the parts. Local
+//              numbers, or JAX's plus kOfProcesses if the devices are of several processes.
 // per_group    how many devices copy among each other.
 // site         differs between the starts of a program.
 // limit_seconds   how long to wait for a device.
@@ -20,6 +21,7 @@
 
 #include "copies.h"
 #include "ffi_common.h"
+#include "processes.h"
 
 namespace jdistadam {
 
@@ -57,17 +59,27 @@ struct CopyGroup {
   int64_t index = 0;
   ffi::Span<const int64_t> devices{nullptr, 0};
   int me = -1;
+  const CopyClique* clique = nullptr;  // if some devices are of other processes
+
+  CopyVisitor Visitor(int64_t run, int64_t site) const {
+    return {clique == nullptr ? run : clique->run, site, int(devices.size()), me, clique};
+  }
 };
 
-inline CopyGroup FindGroup(const ffi::Span<const int64_t>& devices, int64_t per_group,
-                           int32_t ordinal) {
+template <typename Context>
+CopyGroup FindGroup(const Context& context, const ffi::Span<const int64_t>& devices,
+                    int64_t per_group, int32_t ordinal) {
   CopyGroup group;
+  auto& processes = ProcessesOf(context, group);
+  const bool is_shared = devices.size() > 0 && devices[0] >= kOfProcesses;
+  const int64_t number = is_shared ? processes.NumberOf(ordinal) : ordinal;
   const int64_t count = int64_t(devices.size());
   if (per_group < 1 || count % per_group != 0) return group;
-  const int64_t found = std::find(devices.begin(), devices.end(), ordinal) - devices.begin();
+  const int64_t found = std::find(devices.begin(), devices.end(), number) - devices.begin();
   group.index = found < count ? found / per_group : 0;
   group.devices = {devices.begin() + group.index * per_group, size_t(per_group)};
-  if (found < count) group.me = int(found % per_group);
+  if (found < count && number >= 0) group.me = int(found % per_group);
+  if (is_shared) group.clique = processes.CliqueOf({group.devices.begin(), group.devices.end()});
   return group;
 }
 
@@ -122,13 +134,22 @@ ffi::Error LeaveCopies(Board& board, const CopyVisitor& who, std::string why,
 }
 
 // Posts a start. `*job` is null if all have not come yet; otherwise the caller makes the copies.
-template <typename Board, typename Extra>
-ffi::Error PostCopies(Board& board, const CopyVisitor& who, bool gathers,
+template <typename Board, typename Processes, typename Extra>
+ffi::Error PostCopies(Board& board, Processes& processes, const CopyVisitor& who, bool gathers,
                       std::vector<CopyArray> arrays, Extra extra, typename Board::JobPointer* job) {
   for (const auto& left : board.TakeAbandoned(who, arrays, gathers)) DrainCopies(*left);
   bool is_last = false;
   std::string why;
-  *job = board.Start(who, gathers, {std::move(arrays), std::move(extra)}, &is_last, &why);
+  const auto start = [&] {
+    return board.Start(who, gathers, {std::move(arrays), std::move(extra)}, &is_last, &why);
+  };
+  if (who.clique == nullptr) {
+    *job = start();
+  } else if (why = processes.Show(arrays); why.empty()) {
+    *job = processes.Post(who.me, start);
+  } else {
+    why = FailureOf(who.me, why);
+  }
   if (*job == nullptr) return LeaveCopies(board, who, why);
   if (!is_last) *job = nullptr;
   return ffi::Error::Success();
@@ -145,9 +166,9 @@ inline ffi::Error ProcessIsForked() {
 template <typename Context>
 ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
                             ffi::RunId run, int32_t ordinal, Context context) {
-  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
   const auto site = int64_t(uint64_t(a.site) * a.devices.size() + uint64_t(group.index));
-  const CopyVisitor who{run.run_id, site, int(group.devices.size()), group.me};
+  const CopyVisitor who = group.Visitor(run.run_id, site);
   a.devices = group.devices;
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return ProcessIsForked();
@@ -160,8 +181,8 @@ ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, Co
 template <typename Context>
 auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
                      ffi::RunId run, int32_t ordinal, Context context) {
-  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
-  const CopyVisitor who{run.run_id, 0, int(group.devices.size()), group.me};
+  const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
+  const CopyVisitor who = group.Visitor(run.run_id, 0);
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return WaitIsOver(context, who, ProcessIsForked());
   std::string why;

@@ -1,4 +1,7 @@
 // The XLA FFI handlers of the CPU kernels.
+#include <sys/uio.h>
+
+#include <cerrno>
 #include <cstring>
 #include <string>
 #include <system_error>
@@ -13,6 +16,7 @@
 #include "ffi_quantized.h"
 #include "ffi_squares.h"
 #include "ffi_sum.h"
+#include "processes.h"
 
 namespace jdistadam {
 
@@ -88,7 +92,69 @@ static CpuCopies& CpuBoard() {
   return *board;
 }
 
-static CpuCopies& BoardOf(ffi::ThreadPool&, const CopyVisitor&) { return CpuBoard(); }
+static CpuCopies& BoardOf(const ffi::ThreadPool&, const CopyVisitor&) { return CpuBoard(); }
+
+// Writes into the memory of other processes, by the kernel: for tests, and slower than threads.
+class CpuBackend {
+ public:
+  CpuCopies& board() { return CpuBoard(); }
+  template <typename Peers>
+  std::string Show(const Peers&, const std::vector<CopyArray>&) {
+    return "";
+  }
+  CopyAddress AddressOf(const char* pointer) { return {0, uint64_t(pointer)}; }
+  char* Reach(CopyPeer&, const CopyAddress& address) {
+    return reinterpret_cast<char*>(address.offset);
+  }
+  std::string Learn(CopyPeer&, CopyMessage, MessageReader&) { return "memory of a CPU"; }
+  void PutExtra(MessageWriter*, const char&) {}
+  bool GetExtra(CopyPeer&, MessageReader*, char*) { return true; }
+  void Launch(const CpuCopies::JobPointer& job);
+};
+
+static CopyProcesses<CpuCopies, CpuBackend>& CpuProcesses() {
+  static auto* processes = new CopyProcesses<CpuCopies, CpuBackend>;
+  return *processes;
+}
+
+static auto& ProcessesOf(const ffi::ThreadPool&, const CopyGroup&) { return CpuProcesses(); }
+
+// Returns why it could not.
+static std::string Write(const CopyPiece& piece, pid_t pid) {
+  for (size_t r = 0; r < piece.rows; ++r) {
+    char* to = piece.to + r * piece.to_pitch;
+    const char* from = piece.from + r * piece.from_pitch;
+    if (pid == 0) {
+      std::memcpy(to, from, piece.run);
+      continue;
+    }
+    for (size_t done = 0; done < piece.run;) {
+      const iovec here{const_cast<char*>(from) + done, piece.run - done};
+      const iovec there{to + done, piece.run - done};
+      const ssize_t count = process_vm_writev(pid, &here, 1, &there, 1, 0);
+      if (count <= 0) return std::string("process_vm_writev: ") + std::strerror(errno);
+      done += size_t(count);
+    }
+  }
+  return "";
+}
+
+// All devices of this process send.
+void CpuBackend::Launch(const CpuCopies::JobPointer& job) {
+  for (int from = 0; from < job->count(); ++from) {
+    if (!job->IsHere(from)) continue;
+    std::string why;
+    for (int to = 0; to < job->count(); ++to) {  // its own part too, if it gathers
+      const pid_t pid = job->IsHere(to) ? 0 : CpuProcesses().peer(job->clique->processes[to]).pid;
+      job->ForPieces(from, to, [&](const CopyPiece& piece) {
+        if (why.empty()) why = Write(piece, pid);
+      });
+    }
+    if (!why.empty()) why = FailureOf(from, why);
+    if (!why.empty()) CpuBoard().Fail(job->run, why);
+    why.empty() ? job->HasIssued(from) : job->HasGivenUp(from, why);
+  }
+}
 
 static void DrainCopies(CpuCopies::Job& job) { job.WaitUntilSettled(); }
 
@@ -97,16 +163,9 @@ static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
                               const CopyStartAttributes& a, std::vector<CopyArray> arrays,
                               int32_t) {
   CpuCopies::JobPointer job;
-  ffi::Error error = PostCopies(CpuBoard(), who, a.gathers, std::move(arrays), char{0}, &job);
-  for (int from = 0; job != nullptr && from < job->count(); ++from) {
-    for (int to = 0; to < job->count(); ++to) {  // its own part too, if it gathers
-      job->ForPieces(from, to, [](const CopyPiece& piece) {
-        for (size_t r = 0; r < piece.rows; ++r)
-          std::memcpy(piece.to + r * piece.to_pitch, piece.from + r * piece.from_pitch, piece.run);
-      });
-    }
-    job->HasIssued();
-  }
+  ffi::Error error =
+      PostCopies(CpuBoard(), CpuProcesses(), who, a.gathers, std::move(arrays), char{0}, &job);
+  if (job != nullptr) CpuProcesses().backend().Launch(job);
   return error;
 }
 
@@ -151,12 +210,16 @@ class CopyWaiters {
 // thread for a collective concurrent with the step.
 static ffi::Future WaitForCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
                                  const CpuCopies::JobPointer& job, std::chrono::seconds limit) {
-  if (job->IsIssued()) return WaitIsOver(pool, who, ffi::Error::Success());
+  if (job->IsIssued()) {
+    CpuProcesses().HasWaited(job);
+    return WaitIsOver(pool, who, ffi::Error::Success());
+  }
   ffi::Promise promise;
   ffi::Future future(promise);
   CopyWaiters::Add(1);
   const ffi::Error error = InThread([promise, job, who, limit]() mutable {
     const std::string why = job->WaitUntilIssued(limit);
+    if (why.empty()) CpuProcesses().HasWaited(job);
     Complete(std::move(promise),
              why.empty() ? ffi::Error::Success() : LeaveCopies(CpuBoard(), who, why, job));
     CopyWaiters::Add(-1);
@@ -173,6 +236,11 @@ extern "C" void JdistadamStopCopies_cpu() {
   if (CpuBoard().IsForked()) return;
   CpuBoard().Stop();
   CopyWaiters::WaitForNone();
+  CpuProcesses().Stop();
+}
+
+extern "C" void JdistadamJoinProcesses_cpu(int me, const JoinedProcesses& joined) {
+  CpuProcesses().Join(me, joined);
 }
 
 extern "C" double JdistadamLinkSpeed_cpu(int, int) { return 0; }

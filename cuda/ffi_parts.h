@@ -225,7 +225,7 @@ template <typename Context>
 ffi::Error SumPartsHandler(FloatScalar norm_scale, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            SumPartsAttributes a, int32_t ordinal, Context context) {
   PartsCall call = {};
-  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
   a.devices = group.devices;
   const ffi::Error error = BuildSumOfParts(a, norm_scale, args, rets, group.me, &call);
   return error.failure() ? error : Run(context, call);
@@ -240,7 +240,7 @@ ffi::Error StepPartsHandler(FloatScalar norm_scale, ffi::Buffer<ffi::F32, 2> coe
   call.coefficients = coefficients.typed_data();
   call.inv_scale = inv_scale.typed_data();
   call.found_inf = found_inf.typed_data();
-  const CopyGroup group = FindGroup(a.devices, a.per_group, ordinal);
+  const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
   a.devices = group.devices;
   const ffi::Error error =
       BuildStepOnParts(a, norm_scale, coefficients, args, rets, group.me, &call);

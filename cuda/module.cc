@@ -1,6 +1,9 @@
 // The Python module of one backend: `_cpu` or `_cuda`, the same source compiled twice.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include "processes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace nb = nanobind;
@@ -27,6 +30,7 @@ XLA_FFI_Error* JDISTADAM_HANDLER(StepParts)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
 double JDISTADAM_HANDLER(LinkSpeed)(int device, int peer);
 void JDISTADAM_HANDLER(StopCopies)();
+void JDISTADAM_HANDLER(JoinProcesses)(int me, const jdistadam::JoinedProcesses& joined);
 }
 
 NB_MODULE(JDISTADAM_MODULE, m) {
@@ -41,6 +45,16 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.def("link_speed", &JDISTADAM_HANDLER(LinkSpeed), nb::call_guard<nb::gil_scoped_release>());
   // Ends the threads that make copies between devices, or wait for them. No copy starts afterwards.
   m.def("stop_copies", &JDISTADAM_HANDLER(StopCopies), nb::call_guard<nb::gil_scoped_release>());
+  // Connects this process with others of its host: processes.h. Takes the descriptors.
+  m.def("join_processes", [](int me, const std::vector<std::tuple<int64_t, int, int>>& devices,
+                             const std::vector<std::tuple<int, int, int>>& sockets,
+                             double grace_seconds) {
+    jdistadam::JoinedProcesses joined{{}, {}, grace_seconds};
+    for (const auto& [number, process, ordinal] : devices)
+      joined.devices.push_back({number, process, ordinal});
+    for (const auto& [process, fd, pid] : sockets) joined.sockets.push_back({process, fd, pid});
+    JDISTADAM_HANDLER(JoinProcesses)(me, joined);
+  });
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));

@@ -7,7 +7,7 @@ pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
-    devices                       of one process, along one shard axis; no model axes
+    devices                       of one host, along one shard axis; no model axes
     sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
@@ -42,6 +42,7 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
 from jdistadam.kernels.copies import Groups
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
+from jdistadam.kernels.processes import OF_PROCESSES, join
 
 _REQUESTS = ("auto", "xla", "peer")
 _SLOWEST_LINK = 60
@@ -102,6 +103,8 @@ def choose_communication(
         reasons.insert(0, "updates during the backward pass")
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
+    if not reasons and (why := _why_processes_are_apart(parallel)):
+        reasons.append(why)
     if not reasons:
         return Communication("peer", "")
     if requested == "peer":
@@ -130,8 +133,6 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
     if not hasattr(devices[0], "platform"):  # numbers, from the command `plan`
         yield NO_DEVICES
         return
-    if len({device.process_index for device in devices}) > 1:
-        yield "devices of several processes"
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
     if not native.status(platform).available:
         yield f"no compiled kernels: {native.status(platform).detail}"
@@ -150,6 +151,28 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
         yield why
     elif not is_asked_for and (why := _why_links_are_slow(devices)):
         yield why
+
+
+def _why_processes_are_apart(parallel: DataParallel) -> str:
+    """Why devices of several processes cannot copy among each other; "" if they can, or are of one.
+
+    It connects the processes, so all must come to it.
+    """
+    mesh = parallel.mesh
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) == 1:
+        return ""
+    if len(processes) < jax.process_count():
+        return "devices of some of the processes"
+    platform = mesh.devices.flat[0].platform
+    joined = join({"gpu": "cuda"}.get(platform, platform))
+    if joined.why_not:
+        return joined.why_not
+    hosts = np.vectorize(lambda device: joined.hosts[device.process_index])(mesh.devices)
+    along = _moved_last(mesh, parallel.shard_axes, hosts)
+    if any(len(set(group)) > 1 for group in along):
+        return f"devices of several hosts along {', '.join(parallel.shard_axes)}"
+    return ""
 
 
 def _why_links_are_slow(devices: Sequence[Any]) -> str:
@@ -191,10 +214,18 @@ def groups_of(communication: Communication, parallel: DataParallel, axes: Axes) 
 
 @functools.cache
 def _groups_along(mesh: Any, axes: Axes) -> Groups:
+    number = local_number
+    if len({getattr(device, "process_index", 0) for device in mesh.devices.flat}) > 1:
+        number = lambda device: OF_PROCESSES + device.id  # noqa: E731
+    numbers = np.vectorize(number, otypes=[int])(mesh.devices)
+    return tuple(map(tuple, _moved_last(mesh, axes, numbers)))
+
+
+def _moved_last(mesh: Any, axes: Axes, values: Any) -> list[list[Any]]:
+    """What belongs to the devices of a mesh, as a row for each place along other axes."""
     last = [mesh.axis_names.index(axis) for axis in axes]
-    numbers = np.vectorize(local_number, otypes=[int])(mesh.devices)
-    moved = np.moveaxis(numbers, last, range(-len(last), 0))
-    return tuple(map(tuple, moved.reshape(-1, math.prod(mesh.shape[x] for x in axes)).tolist()))
+    moved = np.moveaxis(values, last, range(-len(last), 0))
+    return moved.reshape(-1, math.prod(mesh.shape[x] for x in axes)).tolist()
 
 
 def local_number(device: Any) -> int:

@@ -56,6 +56,11 @@ def status(platform: str) -> Status:
     return Status(True, module.build_info)
 
 
+def module_name(platform: str) -> str:
+    """Returns the name of the compiled module of a platform."""
+    return _MODULES[platform]
+
+
 def _stop_copies(module: Any) -> None:
     """Ends the threads of copies between devices while JAX and CUDA are there."""
     try:

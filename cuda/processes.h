@@ -1,0 +1,533 @@
+// Copies between devices of several processes of one host: what copies.h does, over sockets.
+//
+// Python has connected every two processes by a Unix socket (kernels/processes.py). Over it they
+// tell each other what threads of one process would see on the board:
+//
+//   memory   an allocation that posts will name, with a file descriptor if others cannot name it
+//   gone     an allocation that was released
+//   post     a device has started copies: of which arrays, and the events that they wait for
+//   issued   a device has enqueued the copies that it sends, or has given up
+//   waited   all devices of the process have enqueued their waits: events may be recorded again
+//   bye      the process ends
+//
+// All devices of a *clique* start the same copies in one order, so starts meet by their number.
+// After a failure it makes no more copies. A socket that closes without "bye" belongs to a process
+// that has died: nothing can go on, as JAX's own collectives cannot. Devices return an error, and
+// the process ends if nobody else ends it before.
+#pragma once
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#include "copies.h"
+
+namespace jdistadam {
+
+// An address in another process: an allocation's number there, and an offset.
+struct CopyAddress {
+  uint64_t allocation, offset;
+};
+
+class MessageWriter {
+ public:
+  template <typename T>
+  MessageWriter& Put(const T& x) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    bytes.append(reinterpret_cast<const char*>(&x), sizeof x);
+    return *this;
+  }
+  template <typename T>
+  MessageWriter& PutAll(const std::vector<T>& all) {
+    Put(uint64_t(all.size()));
+    for (const T& x : all) Put(x);
+    return *this;
+  }
+  MessageWriter& PutText(const std::string& text) {
+    return PutAll(std::vector<char>(text.begin(), text.end()));
+  }
+
+  std::string bytes;
+};
+
+class MessageReader {
+ public:
+  MessageReader(const char* first, size_t size) : next_(first), left_(size) {}
+
+  template <typename T>
+  T Get() {
+    T x{};
+    is_valid = is_valid && left_ >= sizeof x;
+    if (!is_valid) return x;
+    std::memcpy(&x, next_, sizeof x);
+    next_ += sizeof x, left_ -= sizeof x;
+    return x;
+  }
+  template <typename T>
+  std::vector<T> GetAll() {
+    const auto count = Get<uint64_t>();
+    is_valid = is_valid && count <= left_ / sizeof(T);
+    std::vector<T> all(is_valid ? count : 0);
+    for (T& x : all) x = Get<T>();
+    return all;
+  }
+  std::string GetText() {
+    const auto all = GetAll<char>();
+    return std::string(all.begin(), all.end());
+  }
+
+  bool is_valid = true;
+
+ private:
+  const char* next_;
+  size_t left_;
+};
+
+enum class CopyMessage : uint32_t { kMemory, kGone, kPost, kIssued, kWaited, kBye };
+
+// A socket to another process. Any thread may send, without waiting; one receives.
+class CopyPeer {
+ public:
+  CopyPeer(int fd, int process, pid_t pid) : process(process), pid(pid), fd_(fd) {}
+
+  int fd() const { return fd_; }
+
+  // Returns whether something is left for Flush. `passed`: a descriptor to send along.
+  bool Send(CopyMessage kind, const std::string& body, int passed = -1) {
+    MessageWriter head;
+    head.Put(uint32_t(body.size() + sizeof(kind))).Put(kind);
+    const std::lock_guard<std::mutex> lock(sending_);
+    to_send_.push_back({head.bytes + body, passed < 0 ? -1 : fcntl(passed, F_DUPFD_CLOEXEC, 0)});
+    return FlushLocked();
+  }
+
+  // Sends what the socket takes now. The thread that receives notices one that is closed.
+  bool Flush() {
+    const std::lock_guard<std::mutex> lock(sending_);
+    return FlushLocked();
+  }
+
+  // Reads what has come, and calls handle(kind, reader) for each whole message. False at the end.
+  template <typename Handle>
+  bool Receive(const Handle& handle) {
+    char bytes[1 << 16];
+    iovec part{bytes, sizeof bytes};
+    msghdr message{};
+    message.msg_iov = &part, message.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))];
+    message.msg_control = control, message.msg_controllen = sizeof control;
+    const ssize_t count = recvmsg(fd_, &message, MSG_CMSG_CLOEXEC);
+    if (count < 0 && (errno == EINTR || errno == EAGAIN)) return true;
+    if (count <= 0) return false;
+    for (cmsghdr* x = CMSG_FIRSTHDR(&message); x != nullptr; x = CMSG_NXTHDR(&message, x)) {
+      if (x->cmsg_level != SOL_SOCKET || x->cmsg_type != SCM_RIGHTS) continue;
+      for (size_t i = 0; CMSG_LEN((i + 1) * sizeof(int)) <= x->cmsg_len; ++i) {
+        int fd;
+        std::memcpy(&fd, CMSG_DATA(x) + i * sizeof fd, sizeof fd);
+        passed_.push_back(fd);
+      }
+    }
+    received_.append(bytes, size_t(count));
+    size_t first = 0;
+    while (received_.size() - first >= sizeof(uint32_t)) {
+      uint32_t size;
+      std::memcpy(&size, received_.data() + first, sizeof size);
+      if (received_.size() - first - sizeof size < size) break;
+      MessageReader reader(received_.data() + first + sizeof size, size);
+      const auto kind = reader.Get<CopyMessage>();
+      if (!reader.is_valid || !handle(kind, reader)) return false;
+      first += sizeof size + size;
+    }
+    received_.erase(0, first);
+    return true;
+  }
+
+  // The descriptor that came with this message; -1 if none did.
+  int TakePassed() {
+    if (passed_.empty()) return -1;
+    const int fd = passed_.front();
+    passed_.pop_front();
+    return fd;
+  }
+
+  const int process;
+  const pid_t pid;
+  bool has_left = false;  // it has said so
+
+ private:
+  struct Outgoing {
+    std::string bytes;
+    int passed;
+    size_t done = 0;
+  };
+
+  bool FlushLocked() {
+    while (!to_send_.empty()) {
+      Outgoing& next = to_send_.front();
+      iovec part{next.bytes.data() + next.done, next.bytes.size() - next.done};
+      msghdr message{};
+      message.msg_iov = &part, message.msg_iovlen = 1;
+      alignas(cmsghdr) char control[CMSG_SPACE(sizeof next.passed)] = {};
+      if (next.passed >= 0) {
+        message.msg_control = control, message.msg_controllen = sizeof control;
+        cmsghdr* header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET, header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof next.passed);
+        std::memcpy(CMSG_DATA(header), &next.passed, sizeof next.passed);
+      }
+      const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (sent < 0 && errno == EINTR) continue;
+      if (sent < 0 && errno == EAGAIN) return true;
+      if (next.passed >= 0) close(next.passed), next.passed = -1;
+      next.done += sent < 0 ? 0 : size_t(sent);
+      if (sent < 0 || next.done == next.bytes.size()) to_send_.pop_front();
+    }
+    return false;
+  }
+
+  const int fd_;
+  std::mutex sending_;
+  std::deque<Outgoing> to_send_;
+  std::string received_;
+  std::deque<int> passed_;
+};
+
+constexpr int64_t kOfProcesses = int64_t{1} << 32;
+
+struct JoinedDevice {
+  int64_t number;  // JAX's plus kOfProcesses
+  int process, ordinal;  // there
+};
+
+struct JoinedProcesses {
+  std::vector<JoinedDevice> devices;                  // of all processes
+  std::vector<std::tuple<int, int, pid_t>> sockets;   // process, descriptor, pid; others alone
+  double grace_seconds;                               // before a process ends after another
+};
+
+// The other processes. `Backend` makes copies and knows memory:
+//
+//   Board& board()
+//   string Show(peers, arrays)        tells others of the memory of some arrays; why it cannot
+//   CopyAddress AddressOf(pointer)
+//   char* Reach(peer, address)        where this process reaches it; null if it cannot
+//   string Learn(peer, kind, reader)  a message on memory; why it is of no use
+//   void PutExtra(writer, extra), bool GetExtra(peer, reader, extra*)
+//   void Launch(job)                  lets the devices of this process send
+template <typename Board, typename Backend>
+class CopyProcesses {
+ public:
+  using Job = typename Board::Job;
+  using JobPointer = typename Board::JobPointer;
+  using Peers = std::map<int, std::unique_ptr<CopyPeer>>;  // by process
+
+  // Once in a process, before any copy.
+  void Join(int me, const JoinedProcesses& joined) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    me_ = me, grace_seconds_ = joined.grace_seconds;
+    for (const JoinedDevice& device : joined.devices) devices_[device.number] = device;
+    for (const auto& [process, fd, pid] : joined.sockets)
+      peers_[process] = std::make_unique<CopyPeer>(fd, process, pid);
+    if (pipe2(wake_, O_CLOEXEC) != 0) std::abort();
+    pthread_atfork(nullptr, nullptr, &CopyProcesses::CloseInChild);
+    Joined() = this;
+    thread_ = std::thread([this] { Listen(); });
+  }
+
+  // The number of a device of this process in programs of several processes; -1 if unknown.
+  int64_t NumberOf(int32_t ordinal) const {
+    for (const auto& [number, device] : devices_)
+      if (device.process == me_ && device.ordinal == ordinal) return number;
+    return -1;
+  }
+
+  // The clique of some devices; null if one of them is not known.
+  const CopyClique* CliqueOf(const std::vector<int64_t>& numbers) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = cliques_.find(numbers);
+    if (known != cliques_.end()) return known->second.get();
+    auto clique = std::make_unique<CopyClique>();
+    clique->devices = numbers;
+    uint64_t hash = 14695981039346656037u;
+    for (const int64_t number : numbers) {
+      const auto found = devices_.find(number);
+      if (found == devices_.end()) return nullptr;
+      const JoinedDevice& device = found->second;
+      clique->processes.push_back(device.process == me_ ? kHere : device.process);
+      clique->ordinals.push_back(device.ordinal);
+      hash = (hash ^ uint64_t(number)) * 1099511628211u;
+    }
+    clique->run = int64_t(hash | (uint64_t{1} << 63));
+    return (cliques_[numbers] = std::move(clique)).get();
+  }
+
+  // Before a device of this process starts copies. Returns why it cannot.
+  std::string Show(const std::vector<CopyArray>& arrays) { return backend_.Show(peers_, arrays); }
+
+  // A device of this process starts copies: `start` posts them on the board, and others are told.
+  template <typename Start>
+  JobPointer Post(int me, const Start& start) {
+    const std::lock_guard<std::mutex> lock(posting_);  // so that nothing is launched before
+    const JobPointer job = start();
+    if (job != nullptr) TellPost(job, me);
+    return job;
+  }
+
+  // A device of this process has enqueued its waits.
+  void HasWaited(const JobPointer& job) {
+    bool is_last;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto record = records_.find({job->run, job->visit});
+      if (record == records_.end()) return;
+      is_last = --record->second.num_to_wait == 0;
+      ForgetIfDone(record);
+    }
+    if (!is_last) return;
+    MessageWriter body;
+    TellAll(*job->clique, CopyMessage::kWaited, body.Put(job->run).Put(job->visit).bytes);
+  }
+
+  // Python ends.
+  void Stop() {
+    if (peers_.empty()) return;
+    for (const auto& [process, peer] : peers_) peer->Send(CopyMessage::kBye, "");
+    is_stopped_ = true;
+    Wake();
+    if (thread_.joinable()) thread_.join();
+    for (const auto& [process, peer] : peers_) close(peer->fd());
+  }
+
+  Backend& backend() { return backend_; }
+  CopyPeer& peer(int process) { return *peers_.at(process); }
+
+ private:
+  void TellPost(const JobPointer& job, int me) {
+    Remember(job);
+    MessageWriter body;
+    body.PutAll(job->clique->devices).Put(me).Put(job->visit).Put(job->site).Put(job->is_gather);
+    backend_.PutExtra(&body, job->posts[me].extra);
+    body.Put(uint64_t(job->posts[me].arrays.size()));
+    for (const CopyArray& a : job->posts[me].arrays) {
+      body.Put(backend_.AddressOf(a.source)).Put(backend_.AddressOf(a.target));
+      body.Put(uint64_t(a.rows)).Put(uint64_t(a.run)).Put(uint64_t(a.pitch));
+    }
+    TellAll(*job->clique, CopyMessage::kPost, body.bytes);
+  }
+
+  struct Record {
+    JobPointer job;
+    std::set<int> to_settle;  // places in other processes that have not enqueued their copies
+    std::set<int> to_hear;    // processes whose devices have not all waited
+    int num_to_wait;          // devices of this process that have not
+  };
+  using Records = std::map<std::pair<int64_t, int64_t>, Record>;
+
+  static CopyProcesses*& Joined() {
+    static CopyProcesses* joined = nullptr;
+    return joined;
+  }
+
+  // Or others would not see that the parent has died.
+  static void CloseInChild() {
+    for (const auto& [process, peer] : Joined()->peers_) close(peer->fd());
+  }
+
+  // Keeps a job, and with it its events, until all processes have waited for it.
+  void Remember(const JobPointer& job) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Record& record = records_[{job->run, job->visit}];
+    if (record.job != nullptr) return;
+    record.job = job;
+    record.num_to_wait = 0;
+    for (int p = 0; p < job->count(); ++p) {
+      const int process = job->clique->processes[p];
+      if (process == kHere) {
+        ++record.num_to_wait;
+      } else {
+        record.to_settle.insert(p), record.to_hear.insert(process);
+      }
+    }
+    job->tell = [this, job = job.get()](int me, const std::string& why) {
+      MessageWriter body;
+      body.Put(job->run).Put(job->visit).Put(me).PutText(why);
+      TellAll(*job->clique, CopyMessage::kIssued, body.bytes);
+    };
+  }
+
+  void ForgetIfDone(typename Records::iterator it) {
+    const Record& record = it->second;
+    if (record.num_to_wait == 0 && record.to_settle.empty() && record.to_hear.empty())
+      records_.erase(it);
+  }
+
+  // Each process once. One that has gone is noticed by the thread that listens.
+  void TellAll(const CopyClique& clique, CopyMessage kind, const std::string& body) {
+    std::set<int> told{kHere};
+    for (const int process : clique.processes)
+      if (told.insert(process).second && peers_.at(process)->Send(kind, body)) Wake();
+  }
+
+  void Wake() { (void)!write(wake_[1], "", 1); }
+
+  void Listen() {
+    std::vector<pollfd> fds{{wake_[0], POLLIN, 0}};
+    std::vector<CopyPeer*> peers{nullptr};
+    for (const auto& [process, peer] : peers_) {
+      fds.push_back({peer->fd(), POLLIN, 0});
+      peers.push_back(peer.get());
+    }
+    while (!is_stopped_) {
+      for (size_t i = 1; i < fds.size(); ++i)
+        fds[i].events = short(POLLIN | (peers[i]->Flush() ? POLLOUT : 0));
+      if (poll(fds.data(), fds.size(), -1) < 0 && errno != EINTR) return;
+      char bytes[64];
+      if (fds[0].revents != 0) (void)!read(wake_[0], bytes, sizeof bytes);
+      for (size_t i = 1; i < fds.size() && !is_stopped_; ++i) {
+        if (fds[i].fd < 0 || (fds[i].revents & ~POLLOUT) == 0) continue;
+        CopyPeer& peer = *peers[i];
+        const bool goes_on = peer.Receive([&](CopyMessage kind, MessageReader& reader) {
+          return Handle(peer, kind, reader) && reader.is_valid;
+        });
+        if (goes_on) continue;
+        fds[i].fd = -1;
+        HasGone(peer);
+      }
+    }
+  }
+
+  bool Handle(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
+    switch (kind) {
+      case CopyMessage::kMemory:
+      case CopyMessage::kGone:
+        return backend_.Learn(peer, kind, reader).empty();
+      case CopyMessage::kPost:
+        return HandlePost(peer, reader);
+      case CopyMessage::kIssued:
+        return HandleIssued(reader);
+      case CopyMessage::kWaited:
+        return HandleWaited(peer, reader);
+      case CopyMessage::kBye:
+        peer.has_left = true;
+        return true;
+    }
+    return false;
+  }
+
+  bool HandlePost(CopyPeer& peer, MessageReader& reader) {
+    const CopyClique* clique = CliqueOf(reader.GetAll<int64_t>());
+    const int place = reader.Get<int>();
+    const auto visit = reader.Get<int64_t>(), site = reader.Get<int64_t>();
+    const bool is_gather = reader.Get<bool>();
+    typename Job::Post post{};
+    if (!reader.is_valid || clique == nullptr || place < 0 ||
+        place >= int(clique->processes.size()) || clique->processes[place] != peer.process ||
+        !backend_.GetExtra(peer, &reader, &post.extra))
+      return false;
+    const auto count = reader.Get<uint64_t>();
+    for (uint64_t i = 0; i < count && reader.is_valid; ++i) {
+      char* source = backend_.Reach(peer, reader.Get<CopyAddress>());
+      char* target = backend_.Reach(peer, reader.Get<CopyAddress>());
+      const auto rows = reader.Get<uint64_t>(), run = reader.Get<uint64_t>();
+      post.arrays.push_back({source, target, rows, run, reader.Get<uint64_t>()});
+      if (source == nullptr || target == nullptr) return false;
+    }
+    const CopyVisitor who{clique->run, site, int(clique->processes.size()), place, clique};
+    bool is_last = false;
+    std::string why;
+    JobPointer job;
+    {
+      const std::lock_guard<std::mutex> lock(posting_);
+      job = backend_.board().StartElsewhere(who, visit, is_gather, std::move(post), &is_last, &why);
+    }
+    if (job == nullptr) return true;  // the clique has failed here
+    Remember(job);
+    if (is_last) backend_.Launch(job);
+    return true;
+  }
+
+  bool HandleIssued(MessageReader& reader) {
+    const auto run = reader.Get<int64_t>(), visit = reader.Get<int64_t>();
+    const int place = reader.Get<int>();
+    const std::string why = reader.GetText();
+    JobPointer job;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto record = records_.find({run, visit});
+      if (record == records_.end() || record->second.to_settle.erase(place) == 0) return false;
+      job = record->second.job;
+      ForgetIfDone(record);
+    }
+    if (!why.empty()) backend_.board().Fail(run, why);
+    why.empty() ? job->HasIssued(place) : job->HasGivenUp(place, why);
+    return true;
+  }
+
+  bool HandleWaited(CopyPeer& peer, MessageReader& reader) {
+    const auto run = reader.Get<int64_t>(), visit = reader.Get<int64_t>();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto record = records_.find({run, visit});
+    if (record == records_.end()) return false;
+    record->second.to_hear.erase(peer.process);
+    ForgetIfDone(record);
+    return true;
+  }
+
+  // Nothing will come from a process.
+  void HasGone(CopyPeer& peer) {
+    const std::string why = "process " + std::to_string(peer.process) + " (pid " +
+                            std::to_string(peer.pid) + ") has " +
+                            (peer.has_left ? "ended" : "died");
+    std::vector<std::pair<JobPointer, int>> lost;
+    std::vector<int64_t> runs;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& [numbers, clique] : cliques_)
+        if (Has(*clique, peer.process)) runs.push_back(clique->run);
+      for (auto& [key, record] : records_)
+        for (const int place : std::set<int>(record.to_settle))
+          if (record.job->clique->processes[place] == peer.process) {
+            record.to_settle.erase(place);
+            lost.push_back({record.job, place});
+          }
+    }
+    for (const int64_t run : runs) backend_.board().Fail(run, why);
+    for (const auto& [job, place] : lost) job->HasGivenUp(place, why);
+    if (peer.has_left || is_stopped_) return;
+    std::thread([why, seconds = grace_seconds_] {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      std::fprintf(stderr,
+                   "jdistadam: %s, and nothing has ended this process within %.0f s. It ends now. "
+                   "Start all processes again and restore a checkpoint.\n",
+                   why.c_str(), seconds);
+      std::fflush(stderr);
+      _exit(1);
+    }).detach();
+  }
+
+  static bool Has(const CopyClique& clique, int process) {
+    return std::find(clique.processes.begin(), clique.processes.end(), process) !=
+           clique.processes.end();
+  }
+
+  Backend backend_;
+  int me_ = 0;
+  std::map<int64_t, JoinedDevice> devices_;  // by number; not changed after Join, like the next one
+  Peers peers_;
+  double grace_seconds_ = 30;
+  std::mutex posting_, mutex_;
+  std::map<std::vector<int64_t>, std::unique_ptr<CopyClique>> cliques_;
+  Records records_;
+  std::atomic<bool> is_stopped_{false};
+  int wake_[2] = {-1, -1};
+  std::thread thread_;
+};
+
+}  // namespace jdistadam

@@ -1,0 +1,178 @@
+"""Connects the processes of a host, so that their devices can copy among each other.
+
+Processes find each other in the key-value store of ``jax.distributed``. Each one listens on a Unix
+socket in a private directory, which it removes as soon as all are connected, and takes connections
+of its own user alone. cuda/processes.h then owns the sockets. They end with the process, whatever
+ends it, and the others notice. All processes of a run decide alike, from the same facts.
+
+A process of the same user could read another one's memory anyway (by ptrace, where the system
+allows it). Nobody else gets a descriptor of GPU memory: it is passed over these sockets only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import pathlib
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+import jdistadam
+from jdistadam import compat
+from jdistadam.kernels import native
+
+LIMIT_SECONDS = 120
+"""How long a process waits for the others to connect."""
+
+GRACE_SECONDS = 30
+"""A process that nothing else ends lives so long after another one has died."""
+
+OF_PROCESSES = 1 << 32
+"""Added to JAX's number of a device: the devices of a group belong to several processes."""
+
+
+class Joined(NamedTuple):
+    """The host of each process, by its index, and why they are not connected; "" if they are."""
+
+    hosts: dict[int, str]
+    why_not: str
+
+
+@functools.cache
+def join(platform: str) -> Joined:
+    """Connects this process with all others of its host; call it in all processes of the run.
+
+    Args:
+      platform: "cpu" or "cuda".
+    """
+    client = compat.coordination_client()
+    if client is None:
+        return Joined({}, "devices of several processes, without jax.distributed")
+    store = _Store(client, f"jdistadam/processes/{platform}")
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="jdistadam-"))  # of this user alone
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen(jax.process_count())
+            store.put("facts", _facts(platform, folder))
+            facts = store.take_all("facts")
+            hosts = {i: said["host"] for i, said in facts.items()}
+            why = _why_apart(facts)
+            sockets = dict[int, socket.socket]()
+            if not why:
+                failed = ""
+                try:
+                    sockets = _connected(listener, facts)
+                except OSError as error:
+                    failed = f"process {jax.process_index()} cannot reach others: {error}"
+                store.put("connected", failed)
+                why = next((x for x in store.take_all("connected").values() if x), "")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if why:
+        for connection in sockets.values():
+            connection.close()
+        return Joined(hosts, why)
+    devices = [
+        (OF_PROCESSES + number, process, ordinal)
+        for process, said in facts.items()
+        for number, ordinal in said["devices"]
+    ]
+    others = [(i, x.detach(), pid) for i, (x, pid) in _with_pids(sockets)]
+    module = importlib.import_module(native.module_name(platform))
+    module.join_processes(jax.process_index(), devices, others, GRACE_SECONDS)
+    return Joined(hosts, "")
+
+
+def _facts(platform: str, folder: pathlib.Path) -> dict[str, Any]:
+    return {
+        "host": pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "user": os.getuid(),
+        "version": f"jdistadam {jdistadam.__version__}, {native.status(platform).detail}",
+        "socket": str(folder / "socket"),
+        "devices": [
+            # As XLA numbers devices of this process: CPUs like those of all processes.
+            (device.id, device.id if platform == "cpu" else device.local_hardware_id)
+            for device in jax.local_devices(backend={"cuda": "gpu"}.get(platform, platform))
+        ],
+    }
+
+
+def _why_apart(facts: dict[int, dict[str, Any]]) -> str:
+    """Why processes of one host cannot connect; the same in each of them."""
+    for i, said in facts.items():
+        first = min(k for k, other in facts.items() if other["host"] == said["host"])
+        for name in ("user", "version"):
+            if said[name] != facts[first][name]:
+                return f"another {name} in process {i} than in process {first}: {said[name]}"
+    return ""
+
+
+def _connected(
+    listener: socket.socket, facts: dict[int, dict[str, Any]]
+) -> dict[int, socket.socket]:
+    """Returns a socket to each other process of this host: earlier ones listen to later ones."""
+    me = jax.process_index()
+    neighbors = {i for i, said in facts.items() if said["host"] == facts[me]["host"]} - {me}
+    sockets = dict[int, socket.socket]()
+    for i in sorted(x for x in neighbors if x < me):
+        sockets[i] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sockets[i].settimeout(LIMIT_SECONDS)
+        sockets[i].connect(facts[i]["socket"])
+        sockets[i].sendall(struct.pack("i", me))
+    listener.settimeout(LIMIT_SECONDS)
+    while len(sockets) < len(neighbors):
+        connection, _ = listener.accept()
+        connection.settimeout(LIMIT_SECONDS)
+        _, user = _pid_and_user(connection)
+        said = connection.recv(struct.calcsize("i"), socket.MSG_WAITALL)
+        if user != os.getuid() or len(said) < struct.calcsize("i"):
+            connection.close()
+            continue
+        sockets[struct.unpack("i", said)[0]] = connection
+    for connection in sockets.values():
+        connection.setblocking(True)
+    return sockets
+
+
+def _pid_and_user(connection: socket.socket) -> tuple[int, int]:
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", said)
+    return pid, user
+
+
+def _with_pids(
+    sockets: dict[int, socket.socket],
+) -> Iterable[tuple[int, tuple[socket.socket, int]]]:
+    return [(i, (x, _pid_and_user(x)[0])) for i, x in sorted(sockets.items())]
+
+
+class _Store:
+    """One text of each process by name, in the key-value store."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client, self._prefix = client, prefix
+
+    def put(self, name: str, value: Any) -> None:
+        self._client.key_value_set(
+            f"{self._prefix}/{name}/{jax.process_index()}", json.dumps(value)
+        )
+
+    def take_all(self, name: str) -> dict[int, Any]:
+        """Waits for the texts of all processes."""
+        return {
+            i: json.loads(
+                self._client.blocking_key_value_get(
+                    f"{self._prefix}/{name}/{i}", 1000 * LIMIT_SECONDS
+                )
+            )
+            for i in range(jax.process_count())
+        }
