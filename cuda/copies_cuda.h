@@ -35,26 +35,30 @@ class PooledEvent {
   PooledEvent() = default;
   PooledEvent(PooledEvent&& other) noexcept { *this = std::move(other); }
   PooledEvent& operator=(PooledEvent&& other) noexcept {
-    std::swap(ordinal_, other.ordinal_);
+    std::swap(kind_, other.kind_);
     std::swap(event_, other.event_);
     return *this;
   }
   ~PooledEvent() {
-    if (event_ == nullptr) return;
+    if (event_ == nullptr || kind_.first < 0) return;
     const std::lock_guard<std::mutex> lock(Mutex());
-    Free()[ordinal_].push_back(event_);
+    Free()[kind_].push_back(event_);
   }
 
-  // Takes one of the current device.
-  cudaError_t Take(int32_t ordinal) {
-    ordinal_ = ordinal;
+  // Takes one of the current device; `is_shared`: that other processes can open.
+  cudaError_t Take(int32_t ordinal, bool is_shared) {
+    kind_ = {ordinal, is_shared};
     const std::lock_guard<std::mutex> lock(Mutex());
-    std::vector<cudaEvent_t>& free = Free()[ordinal];
-    if (free.empty()) return cudaEventCreateWithFlags(&event_, cudaEventDisableTiming);
+    std::vector<cudaEvent_t>& free = Free()[kind_];
+    const unsigned flags = cudaEventDisableTiming | (is_shared ? cudaEventInterprocess : 0u);
+    if (free.empty()) return cudaEventCreateWithFlags(&event_, flags);
     event_ = free.back();
     free.pop_back();
     return cudaSuccess;
   }
+
+  // Takes one of another process, which stays open.
+  void Borrow(cudaEvent_t event) { event_ = event; }
 
   cudaEvent_t get() const { return event_; }
 
@@ -63,22 +67,23 @@ class PooledEvent {
     static auto* mutex = new std::mutex;
     return *mutex;
   }
-  static std::map<int32_t, std::vector<cudaEvent_t>>& Free() {
-    static auto* free = new std::map<int32_t, std::vector<cudaEvent_t>>;
+  using Kind = std::pair<int32_t, bool>;  // its device, and whether it is shared
+  static std::map<Kind, std::vector<cudaEvent_t>>& Free() {
+    static auto* free = new std::map<Kind, std::vector<cudaEvent_t>>;
     return *free;
   }
 
-  int32_t ordinal_ = 0;
+  Kind kind_{-1, false};
   cudaEvent_t event_ = nullptr;
 };
 
 struct CopyEvents {
-  PooledEvent ready, sent, kept;  // kept: the part for itself
+  PooledEvent ready, sent, kept;  // kept: the part for itself; none of another process
 
-  cudaError_t Take(int32_t ordinal) {
+  cudaError_t Take(int32_t ordinal, bool is_shared) {
     cudaError_t error = cudaSuccess;
     for (PooledEvent* event : {&ready, &sent, &kept})
-      if (error == cudaSuccess) error = event->Take(ordinal);
+      if (error == cudaSuccess) error = event->Take(ordinal, is_shared && event != &kept);
     return error;
   }
 };
@@ -110,7 +115,7 @@ inline void DrainCopies(CudaCopies::Job& job) {
   for (int p = 0; p < job.count(); ++p) {
     const CopyEvents& events = job.posts[p].extra;
     for (const PooledEvent* event : {&events.sent, &events.kept})
-      EndUnlessDone(cudaEventSynchronize(event->get()), p);
+      if (event->get() != nullptr) EndUnlessDone(cudaEventSynchronize(event->get()), p);
   }
 }
 
@@ -145,13 +150,13 @@ struct BatchAttributes {
 using BatchFunction = int (*)(void**, void**, size_t*, size_t, BatchAttributes*, size_t*, size_t,
                               size_t*, cudaStream_t);
 
-inline BatchFunction FindBatchFunction() {
-  constexpr int kVersion = 12080;
+// A function of the driver, as of a version of CUDA; null if it has none.
+inline void* FindDriverFunction(const char* name, int version) {
   void* found = nullptr;
 #if CUDART_VERSION >= 12050
   cudaDriverEntryPointQueryResult result;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &found, kVersion,
-                                                             cudaEnableDefault, &result);
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &found, unsigned(version), cudaEnableDefault, &result);
   const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
 #else  // it finds functions of its own version alone, such as the one that finds all
   void* get = nullptr;
@@ -161,11 +166,11 @@ inline BatchFunction FindBatchFunction() {
   int result = 0;
   if (is_found) {
     const auto find = reinterpret_cast<int (*)(const char*, void**, int, uint64_t, int*)>(get);
-    is_found = find("cuMemcpyBatchAsync", &found, kVersion, 0, &result) == 0 && result == 0;
+    is_found = find(name, &found, version, 0, &result) == 0 && result == 0;
   }
 #endif
   (void)cudaGetLastError();
-  return is_found ? reinterpret_cast<BatchFunction>(found) : nullptr;
+  return is_found ? found : nullptr;
 }
 
 // The thread of one device that enqueues its copies, and its streams.
@@ -206,7 +211,7 @@ class CopySender {
   // After Stop, the device gives up.
   void Send(const CudaCopyJob& job, int me) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_stopped_) return job->HasGivenUp(FailureOf(me, "Python has ended, or is about to"));
+    if (is_stopped_) return job->HasGivenUp(me, FailureOf(me, "Python has ended, or is about to"));
     jobs_.push_back({job, me});
     changed_.notify_one();
   }
@@ -254,13 +259,13 @@ class CopySender {
     const TraceRange range(job);
     cudaError_t error = cudaSetDevice(ordinal_);
     if (error == cudaSuccess) error = Enqueue(job, me);
-    if (error == cudaSuccess) return job.HasIssued();
+    if (error == cudaSuccess) return job.HasIssued(me);
     (void)cudaGetLastError();
     const std::string why = FailureOf(me, cudaGetErrorString(error));
     for (const cudaStream_t stream : {others_, own_})
       EndUnlessDone(cudaStreamSynchronize(stream), me);
     CudaBoard().Fail(job.run, why);
-    job.HasGivenUp(why);
+    job.HasGivenUp(me, why);
   }
 
   cudaError_t Enqueue(const CudaCopies::Job& job, int me) {
@@ -292,7 +297,8 @@ class CopySender {
   }
 
   cudaError_t SendBatch() {
-    static const BatchFunction batch = FindBatchFunction();
+    static const auto batch =
+        reinterpret_cast<BatchFunction>(FindDriverFunction("cuMemcpyBatchAsync", 12080));
     static std::atomic<bool> works{batch != nullptr};
     if (sizes_.empty()) return cudaSuccess;
     if (works) {

@@ -2,7 +2,6 @@
 #include <map>
 #include <set>
 
-#include "copies_cuda.h"
 #include "ffi_adam.h"
 #include "ffi_copies.h"
 #include "ffi_host_copy.h"
@@ -13,6 +12,7 @@
 #include "ffi_sum.h"
 #include "host_copy_cuda.h"
 #include "kernels_cuda.h"
+#include "processes_cuda.h"
 
 namespace jdistadam {
 
@@ -64,13 +64,13 @@ static ffi::Error WaitForHostCopy(cudaStream_t stream, const HostCopiedAttribute
 
 // Lets the current device access all others of a call, once. XLA's allocator does this for its own
 // memory; plain memory needs this call.
-static cudaError_t ReachPeers(const ffi::Span<const int64_t>& devices, int32_t ordinal) {
+static cudaError_t ReachPeers(const std::vector<int>& devices, int32_t ordinal) {
   static std::mutex mutex;
-  static auto* reached = new std::set<std::pair<int32_t, int64_t>>;
+  static auto* reached = new std::set<std::pair<int32_t, int>>;
   const std::lock_guard<std::mutex> lock(mutex);
-  for (const int64_t peer : devices) {
+  for (const int peer : devices) {
     if (peer == ordinal || reached->count({ordinal, peer}) > 0) continue;
-    const cudaError_t error = cudaDeviceEnablePeerAccess(int(peer), 0);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
       (void)cudaGetLastError();
     } else if (error != cudaSuccess) {
@@ -82,17 +82,28 @@ static cudaError_t ReachPeers(const ffi::Span<const int64_t>& devices, int32_t o
   return cudaSuccess;
 }
 
-static cudaError_t PrepareCopies(cudaStream_t stream, const CopyStartAttributes& a, int32_t ordinal,
-                                 CopyEvents* events) {
+static cudaError_t PrepareCopies(cudaStream_t stream, const std::vector<int>& ordinals,
+                                 bool is_shared, int32_t ordinal, CopyEvents* events) {
   CopySender* sender = nullptr;
   cudaError_t error = cudaSetDevice(ordinal);
-  if (error == cudaSuccess) error = ReachPeers(a.devices, ordinal);
+  if (error == cudaSuccess) error = ReachPeers(ordinals, ordinal);
   if (error == cudaSuccess) error = CopySender::Of(ordinal, &sender);
-  if (error == cudaSuccess) error = events->Take(ordinal);
+  if (error == cudaSuccess) error = events->Take(ordinal, is_shared);
   return error == cudaSuccess ? cudaEventRecord(events->ready.get(), stream) : error;
 }
 
 static CudaCopies& BoardOf(cudaStream_t, const CopyVisitor&) { return CudaBoard(); }
+
+static auto& ProcessesOf(cudaStream_t, const CopyGroup&) { return CudaProcesses(); }
+
+// The CUDA devices of this process among those that copy.
+static std::vector<int> OrdinalsOf(const CopyVisitor& who, const CopyStartAttributes& a) {
+  if (who.clique == nullptr) return {a.devices.begin(), a.devices.end()};
+  std::vector<int> ordinals;
+  for (int p = 0; p < who.count; ++p)
+    if (who.clique->processes[p] == kHere) ordinals.push_back(who.clique->ordinals[p]);
+  return ordinals;
+}
 
 static ffi::Error WaitIsOver(cudaStream_t, const CopyVisitor&, ffi::Error error) { return error; }
 
@@ -100,15 +111,18 @@ static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
                               const CopyStartAttributes& a, std::vector<CopyArray> arrays,
                               int32_t ordinal) {
   CopyEvents events;
-  if (const auto status = PrepareCopies(stream, a, ordinal, &events); status != cudaSuccess)
+  const auto status =
+      PrepareCopies(stream, OrdinalsOf(who, a), who.clique != nullptr, ordinal, &events);
+  if (status != cudaSuccess)
     return LeaveCopies(CudaBoard(), who, FailureOf(who.me, cudaGetErrorString(status)));
   CudaCopyJob job;
-  ffi::Error error =
-      PostCopies(CudaBoard(), who, a.gathers, std::move(arrays), std::move(events), &job);
-  for (int p = 0; job != nullptr && p < job->count(); ++p) {
-    CopySender* sender = nullptr;
-    (void)CopySender::Of(int32_t(a.devices[p]), &sender);  // made by the start of that device
-    sender->Send(job, p);
+  ffi::Error error = PostCopies(CudaBoard(), CudaProcesses(), who, a.gathers, std::move(arrays),
+                                std::move(events), &job);
+  if (job == nullptr) return error;
+  if (job->clique != nullptr) {
+    CudaProcesses().backend().Launch(job);
+  } else {
+    for (int p = 0; p < job->count(); ++p) SendFrom(int32_t(a.devices[p]), job, p);
   }
   return error;
 }
@@ -122,6 +136,7 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, con
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
       status = cudaStreamWaitEvent(stream, job->posts[p].extra.sent.get(), 0);
     if (status != cudaSuccess) why = FailureOf(who.me, cudaGetErrorString(status));
+    if (why.empty() && job->clique != nullptr) CudaProcesses().HasWaited(job);
   }
   if (!why.empty()) return LeaveCopies(CudaBoard(), who, why, job);
   return ffi::Error::Success();
@@ -131,6 +146,11 @@ extern "C" void JdistadamStopCopies_cuda() {
   if (CudaBoard().IsForked()) return;
   CudaBoard().Stop();
   CopySender::StopAll();
+  CudaProcesses().Stop();
+}
+
+extern "C" void JdistadamJoinProcesses_cuda(int me, const JoinedProcesses& joined) {
+  CudaProcesses().Join(me, joined);
 }
 
 extern "C" double JdistadamLinkSpeed_cuda(int device, int peer) {

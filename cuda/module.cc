@@ -46,15 +46,16 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   // Ends the threads that make copies between devices, or wait for them. No copy starts afterwards.
   m.def("stop_copies", &JDISTADAM_HANDLER(StopCopies), nb::call_guard<nb::gil_scoped_release>());
   // Connects this process with others of its host: processes.h. Takes the descriptors.
-  m.def("join_processes", [](int me, const std::vector<std::tuple<int64_t, int, int>>& devices,
-                             const std::vector<std::tuple<int, int, int>>& sockets,
-                             double grace_seconds) {
-    jdistadam::JoinedProcesses joined{{}, {}, grace_seconds};
-    for (const auto& [number, process, ordinal] : devices)
-      joined.devices.push_back({number, process, ordinal});
-    for (const auto& [process, fd, pid] : sockets) joined.sockets.push_back({process, fd, pid});
-    JDISTADAM_HANDLER(JoinProcesses)(me, joined);
-  });
+  m.def("join_processes",
+        [](int me, const std::vector<std::tuple<int64_t, int, int>>& devices,
+           const std::vector<std::tuple<int, int, int>>& sockets, double grace_seconds) {
+          jdistadam::JoinedProcesses joined{{}, {}, grace_seconds};
+          for (const auto& [number, process, ordinal] : devices)
+            joined.devices.push_back({number, process, ordinal});
+          for (const auto& [process, pid, fd] : sockets)
+            joined.sockets.push_back({process, fd, pid});
+          JDISTADAM_HANDLER(JoinProcesses)(me, joined);
+        });
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["jdistadam_adam"] = nb::capsule(reinterpret_cast<void*>(JDISTADAM_HANDLER(Adam)));

@@ -202,14 +202,14 @@ class CopyPeer {
 constexpr int64_t kOfProcesses = int64_t{1} << 32;
 
 struct JoinedDevice {
-  int64_t number;  // JAX's plus kOfProcesses
+  int64_t number;        // JAX's plus kOfProcesses
   int process, ordinal;  // there
 };
 
 struct JoinedProcesses {
-  std::vector<JoinedDevice> devices;                  // of all processes
-  std::vector<std::tuple<int, int, pid_t>> sockets;   // process, descriptor, pid; others alone
-  double grace_seconds;                               // before a process ends after another
+  std::vector<JoinedDevice> devices;                 // of all processes
+  std::vector<std::tuple<int, int, pid_t>> sockets;  // process, descriptor, pid; others alone
+  double grace_seconds;                              // before a process ends after another
 };
 
 // The other processes. `Backend` makes copies and knows memory:

@@ -1,4 +1,4 @@
-"""The transport: XLA's collectives, or copies between the memory of devices of one process.
+"""The transport: XLA's collectives, or copies between the memory of devices of one host.
 
 An *exchange* sends the parts of a gradient to the devices that add and update them, a *gather*
 sends new parameters to all. "peer" copies (kernels/copies.py): no kernel runs meanwhile, so that in
@@ -7,7 +7,7 @@ pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
-    devices                       of one host, along one shard axis; no model axes
+    devices                       of one process, along one shard axis; no model axes
     sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
@@ -17,7 +17,8 @@ devices wait for each other in every step, so two threads whose programs reach t
 orders would wait until the timeout.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
-hold. "peer" raises if a row does not hold.
+hold. "peer" raises if a row does not hold, except that the devices may be of several processes of
+one host, which then connect (kernels/processes.py).
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def choose_communication(
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
             f"got {reasons[0]}, expected sharded state, float32 sums and no early updates, over "
-            "one axis of several devices of one process, without model axes. "
+            "one axis of several devices of one host, without model axes. "
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )
     return Communication("xla", reasons[0])
@@ -141,7 +142,10 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
 def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
     """Why peer memory is not used on these devices; fewer reasons if it is requested."""
     devices = list(mesh.devices.flat)
-    if devices[0].platform not in ("gpu", "cuda"):
+    if len({device.process_index for device in devices}) > 1:
+        if not is_asked_for:  # it has not been measured
+            yield "devices of several processes"
+    elif devices[0].platform not in ("gpu", "cuda"):
         if not is_asked_for:  # CPU devices share memory anyway: no gain
             yield f"platform {devices[0].platform}"
     elif not all(map(_is_here, devices)):

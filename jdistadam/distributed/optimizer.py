@@ -146,7 +146,8 @@ def distributed(
         ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
         such an axis must be the same along it.
       communication: The transport of a step. "xla": XLA's collectives. "peer": copies from memory
-        to memory by the copy engines of GPUs, for GPUs (or virtual CPU devices) of one process.
+        to memory by the copy engines of GPUs, for GPUs (or virtual CPU devices) of one process,
+        or of several processes of one host (docs/processes.md).
         ``train_step`` runs them beside the model and the updates. Raises if it is not supported.
         "auto": "peer" on GPUs if it is supported, which requires ``grad_reduce_dtype=jnp.float32``
         among others, and links that are fast enough; else "xla". Both give the same bits with

@@ -1,4 +1,4 @@
-"""Copies between devices of one process that reach each other's memory; inside ``jax.shard_map``.
+"""Copies between devices of one host that reach each other's memory; inside ``jax.shard_map``.
 
 ``exchange`` is an all-to-all and ``gather`` an all-gather, by the copy engines of GPUs: no kernel
 runs. Each is a start and a wait (cuda/ffi_copies.h). Where they are adjacent, nothing overlaps;

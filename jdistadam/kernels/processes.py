@@ -20,13 +20,13 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 
 import jdistadam
 from jdistadam import compat
+from jdistadam.errors import AgreementError
 from jdistadam.kernels import native
 
 LIMIT_SECONDS = 120
@@ -52,6 +52,9 @@ def join(platform: str) -> Joined:
 
     Args:
       platform: "cpu" or "cuda".
+
+    Raises:
+      AgreementError: A process does not come.
     """
     client = compat.coordination_client()
     if client is None:
@@ -64,19 +67,12 @@ def join(platform: str) -> Joined:
             listener.listen(jax.process_count())
             store.put("facts", _facts(platform, folder))
             facts = store.take_all("facts")
-            hosts = {i: said["host"] for i, said in facts.items()}
-            why = _why_apart(facts)
-            sockets = dict[int, socket.socket]()
+            why, sockets = _why_apart(facts), dict[int, socket.socket]()
             if not why:
-                failed = ""
-                try:
-                    sockets = _connected(listener, facts)
-                except OSError as error:
-                    failed = f"process {jax.process_index()} cannot reach others: {error}"
-                store.put("connected", failed)
-                why = next((x for x in store.take_all("connected").values() if x), "")
+                why, sockets = _connected(store, listener, facts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    hosts = {i: said["host"] for i, said in facts.items()}
     if why:
         for connection in sockets.values():
             connection.close()
@@ -86,7 +82,7 @@ def join(platform: str) -> Joined:
         for process, said in facts.items()
         for number, ordinal in said["devices"]
     ]
-    others = [(i, x.detach(), pid) for i, (x, pid) in _with_pids(sockets)]
+    others = [(i, _pid_and_user(x)[0], x.detach()) for i, x in sorted(sockets.items())]
     module = importlib.import_module(native.module_name(platform))
     module.join_processes(jax.process_index(), devices, others, GRACE_SECONDS)
     return Joined(hosts, "")
@@ -117,12 +113,24 @@ def _why_apart(facts: dict[int, dict[str, Any]]) -> str:
 
 
 def _connected(
-    listener: socket.socket, facts: dict[int, dict[str, Any]]
-) -> dict[int, socket.socket]:
-    """Returns a socket to each other process of this host: earlier ones listen to later ones."""
+    store: _Store, listener: socket.socket, facts: dict[int, dict[str, Any]]
+) -> tuple[str, dict[int, socket.socket]]:
+    """Why a process could not connect, the same in each of them, and this one's sockets."""
+    sockets, failed = dict[int, socket.socket](), ""
+    try:
+        _connect(sockets, listener, facts)
+    except OSError as error:
+        failed = f"process {jax.process_index()} cannot reach others: {error}"
+    store.put("connected", failed)
+    return next((x for x in store.take_all("connected").values() if x), ""), sockets
+
+
+def _connect(
+    sockets: dict[int, socket.socket], listener: socket.socket, facts: dict[int, dict[str, Any]]
+) -> None:
+    """Adds a socket to each other process of this host: earlier ones listen to later ones."""
     me = jax.process_index()
     neighbors = {i for i, said in facts.items() if said["host"] == facts[me]["host"]} - {me}
-    sockets = dict[int, socket.socket]()
     for i in sorted(x for x in neighbors if x < me):
         sockets[i] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sockets[i].settimeout(LIMIT_SECONDS)
@@ -132,27 +140,19 @@ def _connected(
     while len(sockets) < len(neighbors):
         connection, _ = listener.accept()
         connection.settimeout(LIMIT_SECONDS)
-        _, user = _pid_and_user(connection)
         said = connection.recv(struct.calcsize("i"), socket.MSG_WAITALL)
-        if user != os.getuid() or len(said) < struct.calcsize("i"):
+        if _pid_and_user(connection)[1] != os.getuid() or len(said) < struct.calcsize("i"):
             connection.close()
-            continue
-        sockets[struct.unpack("i", said)[0]] = connection
+        else:
+            sockets[struct.unpack("i", said)[0]] = connection
     for connection in sockets.values():
         connection.setblocking(True)
-    return sockets
 
 
 def _pid_and_user(connection: socket.socket) -> tuple[int, int]:
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", said)
     return pid, user
-
-
-def _with_pids(
-    sockets: dict[int, socket.socket],
-) -> Iterable[tuple[int, tuple[socket.socket, int]]]:
-    return [(i, (x, _pid_and_user(x)[0])) for i, x in sorted(sockets.items())]
 
 
 class _Store:
@@ -168,11 +168,17 @@ class _Store:
 
     def take_all(self, name: str) -> dict[int, Any]:
         """Waits for the texts of all processes."""
-        return {
-            i: json.loads(
-                self._client.blocking_key_value_get(
-                    f"{self._prefix}/{name}/{i}", 1000 * LIMIT_SECONDS
-                )
-            )
-            for i in range(jax.process_count())
-        }
+        return {i: self._take(name, i) for i in range(jax.process_count())}
+
+    def _take(self, name: str, process: int) -> Any:
+        key = f"{self._prefix}/{name}/{process}"
+        try:
+            return json.loads(self._client.blocking_key_value_get(key, 1000 * LIMIT_SECONDS))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        raise AgreementError(
+            f"process {process}: did not connect for copies within {LIMIT_SECONDS} s: got no word, "
+            'expected distributed(..., communication="peer") in every process. '
+            "Look into the log of that process: it has ended, or does something else."
+        )

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from support.free_port import free_port
 from support.paths import TESTS, environment
 
 SCRIPT = TESTS / "support" / "one_of_many_processes.py"
@@ -18,9 +18,7 @@ DIFFER = TESTS / "support" / "processes_that_differ.py"
 
 def started(script, count, arguments, **env):
     """Starts processes with ``arguments(index, port)``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-P", script, *arguments(i, port)],

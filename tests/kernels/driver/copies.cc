@@ -65,7 +65,7 @@ Board::JobPointer Start(Board* board, const CopyVisitor& who, Memory* memory, st
       job->ForPieces(from, to,
                      [](const CopyPiece& piece) { std::memcpy(piece.to, piece.from, piece.run); });
     }
-    job->HasIssued();
+    job->HasIssued(from);
   }
   return job;
 }

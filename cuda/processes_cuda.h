@@ -1,0 +1,211 @@
+// Copies between GPUs of several processes: processes.h.
+//
+// A process exports each allocation under its arrays once, as a file descriptor; others map it, so
+// that their copy engines write into it. Events travel by their handles.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "copies_cuda.h"
+#include "processes.h"
+
+namespace jdistadam {
+
+// Lets a device of this process send its parts. Its sender was made by its start.
+inline void SendFrom(int32_t ordinal, const CudaCopyJob& job, int place) {
+  CopySender* sender = nullptr;
+  (void)CopySender::Of(ordinal, &sender);
+  sender->Send(job, place);
+}
+
+// The functions of the driver that share memory: modules do not link it.
+struct MemoryDriver {
+  decltype(&cuPointerGetAttributes) get_attributes;
+  decltype(&cuMemRetainAllocationHandle) retain;
+  decltype(&cuMemExportToShareableHandle) export_to;
+  decltype(&cuMemImportFromShareableHandle) import_from;
+  decltype(&cuMemAddressReserve) reserve;
+  decltype(&cuMemAddressFree) free;
+  decltype(&cuMemMap) map;
+  decltype(&cuMemUnmap) unmap;
+  decltype(&cuMemSetAccess) set_access;
+  decltype(&cuMemRelease) release;
+
+  // Null if the driver lacks one of them.
+  static const MemoryDriver* Get() {
+    static MemoryDriver driver;
+    static const bool is_whole =
+        Find("cuPointerGetAttributes", &driver.get_attributes) &&
+        Find("cuMemRetainAllocationHandle", &driver.retain) &&
+        Find("cuMemExportToShareableHandle", &driver.export_to) &&
+        Find("cuMemImportFromShareableHandle", &driver.import_from) &&
+        Find("cuMemAddressReserve", &driver.reserve) && Find("cuMemAddressFree", &driver.free) &&
+        Find("cuMemMap", &driver.map) && Find("cuMemUnmap", &driver.unmap) &&
+        Find("cuMemSetAccess", &driver.set_access) && Find("cuMemRelease", &driver.release);
+    return is_whole ? &driver : nullptr;
+  }
+
+ private:
+  template <typename Function>
+  static bool Find(const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(FindDriverFunction(name, 11030));
+    return *function != nullptr;
+  }
+};
+
+class CudaBackend {
+ public:
+  CudaCopies& board() { return CudaBoard(); }
+
+  // Tells others of allocations that they have not seen. Returns why it cannot.
+  template <typename Peers>
+  std::string Show(const Peers& peers, const std::vector<CopyArray>& arrays) {
+    const MemoryDriver* driver = MemoryDriver::Get();
+    if (driver == nullptr) return "the driver cannot share memory";
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const CopyArray& array : arrays)
+      for (const char* pointer : {array.source, array.target}) {
+        const std::string why = ShowLocked(*driver, peers, pointer);
+        if (!why.empty()) return why;
+      }
+    return "";
+  }
+
+  CopyAddress AddressOf(const char* pointer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto next = shown_.upper_bound(uint64_t(pointer));
+    if (next == shown_.begin()) return {0, 0};
+    const auto& [start, allocation] = *std::prev(next);
+    return {allocation.number, uint64_t(pointer) - start};
+  }
+
+  char* Reach(CopyPeer& peer, const CopyAddress& address) {
+    const auto found = mapped_.find({peer.process, address.allocation});
+    if (found == mapped_.end() || address.offset > found->second.size) return nullptr;
+    return reinterpret_cast<char*>(found->second.start + address.offset);
+  }
+
+  // Called by the thread that listens alone, as Reach is.
+  std::string Learn(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
+    const MemoryDriver* driver = MemoryDriver::Get();
+    const auto number = reader.Get<uint64_t>(), size = reader.Get<uint64_t>();
+    const std::pair<int, uint64_t> key{peer.process, number};
+    if (kind == CopyMessage::kGone) {
+      const auto found = mapped_.find(key);
+      if (found == mapped_.end()) return "";
+      driver->unmap(found->second.start, found->second.size);
+      driver->free(found->second.start, found->second.size);
+      mapped_.erase(found);
+      return "";
+    }
+    const int fd = peer.TakePassed();
+    if (driver == nullptr || fd < 0) return "memory without a descriptor";
+    Mapped mapped{0, size_t(size)};
+    CUmemGenericAllocationHandle handle = 0;
+    CUresult error = driver->import_from(&handle, reinterpret_cast<void*>(intptr_t(fd)),
+                                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    close(fd);
+    if (error != CUDA_SUCCESS) return "memory that cannot be imported";
+    error = driver->reserve(&mapped.start, mapped.size, 0, 0, 0);
+    if (error == CUDA_SUCCESS) error = driver->map(mapped.start, mapped.size, 0, handle, 0);
+    driver->release(handle);  // the mapping keeps it
+    std::vector<CUmemAccessDesc> access;
+    int count = 0;
+    (void)cudaGetDeviceCount(&count);
+    for (int i = 0; i < count; ++i)
+      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, i}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    if (error == CUDA_SUCCESS)
+      error = driver->set_access(mapped.start, mapped.size, access.data(), access.size());
+    if (error != CUDA_SUCCESS) return "memory that cannot be mapped";
+    mapped_[key] = mapped;
+    return "";
+  }
+
+  void PutExtra(MessageWriter* writer, const CopyEvents& events) {
+    for (const PooledEvent* event : {&events.ready, &events.sent}) {
+      cudaIpcEventHandle_t handle{};
+      if (cudaIpcGetEventHandle(&handle, event->get()) != cudaSuccess) (void)cudaGetLastError();
+      writer->Put(handle);
+    }
+  }
+
+  bool GetExtra(CopyPeer&, MessageReader* reader, CopyEvents* events) {
+    for (PooledEvent* event : {&events->ready, &events->sent}) {
+      const auto handle = reader->Get<cudaIpcEventHandle_t>();
+      cudaEvent_t& opened = opened_[std::string(handle.reserved, sizeof handle.reserved)];
+      if (opened == nullptr && cudaIpcOpenEventHandle(&opened, handle) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return false;
+      }
+      event->Borrow(opened);
+    }
+    return true;
+  }
+
+  void Launch(const CudaCopyJob& job) {
+    for (int p = 0; p < job->count(); ++p)
+      if (job->IsHere(p)) SendFrom(job->clique->ordinals[p], job, p);
+  }
+
+ private:
+  struct Shown {
+    uint64_t number, id;  // for others; of CUDA, which uses none again
+    size_t size;
+  };
+  struct Mapped {
+    CUdeviceptr start;
+    size_t size;
+  };
+
+  template <typename Peers>
+  std::string ShowLocked(const MemoryDriver& driver, const Peers& peers, const char* pointer) {
+    unsigned long long id = 0;
+    CUdeviceptr start = 0;
+    size_t size = 0;
+    CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_BUFFER_ID,
+                                   CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                   CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+    void* values[] = {&id, &start, &size};
+    if (driver.get_attributes(3, names, values, CUdeviceptr(pointer)) != CUDA_SUCCESS || size == 0)
+      return "memory that CUDA does not know";
+    // Those that overlap have gone: their addresses are used again.
+    auto old = shown_.lower_bound(start);
+    if (old != shown_.begin() && std::prev(old)->first + std::prev(old)->second.size > start) --old;
+    while (old != shown_.end() && old->first < start + size) {
+      if (old->first == start && old->second.id == id) return "";
+      MessageWriter gone;
+      gone.Put(old->second.number).Put(uint64_t{0});
+      for (const auto& [process, peer] : peers) peer->Send(CopyMessage::kGone, gone.bytes);
+      old = shown_.erase(old);
+    }
+    CUmemGenericAllocationHandle handle = 0;
+    if (driver.retain(&handle, reinterpret_cast<void*>(start)) != CUDA_SUCCESS)
+      return "memory of an allocator that cannot share it";
+    int fd = -1;
+    const CUresult error =
+        driver.export_to(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    driver.release(handle);
+    if (error != CUDA_SUCCESS) return "memory that cannot be exported";
+    const Shown made{++last_number_, id, size};
+    MessageWriter memory;
+    memory.Put(made.number).Put(uint64_t(size));
+    for (const auto& [process, peer] : peers) peer->Send(CopyMessage::kMemory, memory.bytes, fd);
+    close(fd);
+    shown_[start] = made;
+    return "";
+  }
+
+  std::mutex mutex_;
+  std::map<uint64_t, Shown> shown_;  // by start
+  uint64_t last_number_ = 0;
+  std::map<std::pair<int, uint64_t>, Mapped> mapped_;  // by process and number
+  std::map<std::string, cudaEvent_t> opened_;          // by handle
+};
+
+inline CopyProcesses<CudaCopies, CudaBackend>& CudaProcesses() {
+  static auto* processes = new CopyProcesses<CudaCopies, CudaBackend>;
+  return *processes;
+}
+
+}  // namespace jdistadam

@@ -1,0 +1,120 @@
+"""Copies between processes: the bits of one process, and what happens if one of them dies."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from support.free_port import free_port
+from support.paths import TESTS, environment
+
+SCRIPT = TESTS / "support" / "peer_processes.py"
+STRATEGIES = ["optim", "optim_grads_params"]
+
+
+def start(count, folder, steps, communication="peer", strategy="optim", platform="cpu"):
+    """Starts processes; returns them and the files with what they print."""
+    port = free_port()
+    running, outputs = [], [pathlib.Path(f"{folder}.{i}.txt") for i in range(count)]
+    env = environment(
+        JAX_PLATFORMS="cpu" if platform == "cpu" else "cuda,cpu",
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+    )
+    for i, output in enumerate(outputs):
+        arguments = (platform, i, count, port, folder, steps, communication, strategy)
+        with output.open("w") as file:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", SCRIPT, *map(str, arguments)],
+                    env=env,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return running, outputs
+
+
+def trained(count, folder, steps=6, **options):
+    """The final parameters."""
+    running, outputs = start(count, folder, steps, **options)
+    for process, output in zip(running, outputs, strict=True):
+        assert process.wait(300) == 0, output.read_text()[-3000:]
+    expected = options.get("communication", "peer")
+    assert all(f"over {expected}" in output.read_text() for output in outputs)
+    return dict(np.load(f"{folder}.npz"))
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys() and len(one) == 3
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+
+
+def check_processes(tmp_path, platform, strategy):
+    options = dict(platform=platform, strategy=strategy)
+    one = trained(1, tmp_path / "one", **options)
+    for count in (2, 4):
+        assert_same(trained(count, tmp_path / f"{count}", **options), one)
+
+
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[0], pytest.param(STRATEGIES[1], marks=pytest.mark.slow)]
+)
+def test_processes_that_copy_give_the_bits_of_one(tmp_path, strategy):
+    check_processes(tmp_path, "cpu", strategy)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_processes_that_copy_between_gpus_give_the_bits_of_one(tmp_path, strategy):
+    if len(jax.devices("gpu")) < 4:
+        pytest.skip("needs four GPUs")
+    check_processes(tmp_path, "gpu", strategy)
+
+
+def check_kill(tmp_path, seed, count=2, platform="cpu"):
+    """Kills one process at a random moment; the others end, and the next start resumes."""
+    folders = set(pathlib.Path(tempfile.gettempdir()).glob("jdistadam-*"))
+    rng, folder = random.Random(seed), tmp_path / "killed"
+    running, outputs = start(count, folder, 10**6, platform=platform)
+    victim = rng.randrange(count)
+    after = rng.randrange(3, 12)
+    limit = time.monotonic() + 120
+    while f"step {after}\n" not in outputs[victim].read_text():
+        assert time.monotonic() < limit and running[victim].poll() is None, outputs[
+            victim
+        ].read_text()
+        time.sleep(0.01)
+    time.sleep(rng.random() / 5)
+    os.kill(running[victim].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    for i, process in enumerate(running):
+        code = process.wait(60)
+        said = outputs[i].read_text()
+        assert code == -signal.SIGKILL if i == victim else code != 0, said[-3000:]
+        if i != victim:
+            assert f"process {victim} (pid {running[victim].pid}) has died" in said, said[-3000:]
+    assert time.monotonic() - killed < 60
+    assert set(pathlib.Path(tempfile.gettempdir()).glob("jdistadam-*")) <= folders
+    saved = sorted(int(x.name) for x in folder.iterdir() if x.name.isdigit())
+    steps = (saved[-1] if saved else 0) + 3
+    resumed = trained(count, folder, steps, platform=platform)
+    assert_same(resumed, trained(1, tmp_path / "whole", steps, platform=platform))
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    check_kill(tmp_path, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_processes_end_wherever_one_dies(tmp_path, seed):
+    check_kill(tmp_path, seed, count=4)
