@@ -238,6 +238,9 @@ class CopyBoard {
   // held by a thread that the child lacks, so it calls nothing else here.
   bool IsForked() const { return getpid() != pid_; }
 
+  // Tells other processes of the first failure of a clique; set before it starts copies.
+  std::function<void(int64_t run, const std::string& why)> tell_failure;
+
   // Posts the arrays of a device. `*is_last`: all have come. Null with `*why` if the execution
   // failed.
   JobPointer Start(const CopyVisitor& who, bool is_gather, typename Job::Post post, bool* is_last,
@@ -383,6 +386,7 @@ class CopyBoard {
   static int64_t SiteOf(const CopyVisitor& who) { return who.clique == nullptr ? who.site : 0; }
 
   void FailLocked(int64_t run, const std::string& why) {
+    if (run < 0 && tell_failure && failures_.count(run) == 0) tell_failure(run, why);
     if (failures_.count(run) == 0 && failures_.size() >= kMaxRuns)
       failures_.erase(failures_.begin());
     failures_.insert({run, why});

@@ -7,6 +7,7 @@
 //   gone     an allocation that was released
 //   post     a device has started copies: of which arrays, and the events that they wait for
 //   issued   a device has enqueued the copies that it sends, or has given up
+//   failed   the clique makes no more copies
 //   waited   all devices of the process have enqueued their waits: events may be recorded again
 //   bye      the process ends
 //
@@ -90,7 +91,7 @@ class MessageReader {
   size_t left_;
 };
 
-enum class CopyMessage : uint32_t { kMemory, kGone, kPost, kIssued, kWaited, kBye };
+enum class CopyMessage : uint32_t { kMemory, kGone, kPost, kIssued, kFailed, kWaited, kBye };
 
 // A socket to another process. Any thread may send, without waiting; one receives.
 class CopyPeer {
@@ -114,7 +115,8 @@ class CopyPeer {
     return FlushLocked();
   }
 
-  // Reads what has come, and calls handle(kind, reader) for each whole message. False at the end.
+  // Reads what has come, and calls handle(kind, reader) for each whole message, which returns why
+  // it is of no use. False if nothing will come.
   template <typename Handle>
   bool Receive(const Handle& handle) {
     char bytes[1 << 16];
@@ -142,7 +144,9 @@ class CopyPeer {
       if (received_.size() - first - sizeof size < size) break;
       MessageReader reader(received_.data() + first + sizeof size, size);
       const auto kind = reader.Get<CopyMessage>();
-      if (!reader.is_valid || !handle(kind, reader)) return false;
+      refused = handle(kind, reader);
+      if (refused.empty() && !reader.is_valid) refused = "a message of a wrong size";
+      if (!refused.empty()) return false;
       first += sizeof size + size;
     }
     received_.erase(0, first);
@@ -160,6 +164,7 @@ class CopyPeer {
   const int process;
   const pid_t pid;
   bool has_left = false;  // it has said so
+  std::string refused;    // why this process does not listen any more
 
  private:
   struct Outgoing {
@@ -238,6 +243,9 @@ class CopyProcesses {
     if (pipe2(wake_, O_CLOEXEC) != 0) std::abort();
     pthread_atfork(nullptr, nullptr, &CopyProcesses::CloseInChild);
     Joined() = this;
+    backend_.board().tell_failure = [this](int64_t run, const std::string& why) {
+      TellFailure(run, why);
+    };
     thread_ = std::thread([this] { Listen(); });
   }
 
@@ -393,51 +401,64 @@ class CopyProcesses {
       for (size_t i = 1; i < fds.size() && !is_stopped_; ++i) {
         if (fds[i].fd < 0 || (fds[i].revents & ~POLLOUT) == 0) continue;
         CopyPeer& peer = *peers[i];
-        const bool goes_on = peer.Receive([&](CopyMessage kind, MessageReader& reader) {
-          return Handle(peer, kind, reader) && reader.is_valid;
-        });
-        if (goes_on) continue;
+        if (peer.Receive([&](auto kind, auto& reader) { return Handle(peer, kind, reader); }))
+          continue;
         fds[i].fd = -1;
         HasGone(peer);
       }
     }
   }
 
-  bool Handle(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
+  void TellFailure(int64_t run, const std::string& why) {
+    MessageWriter body;
+    body.Put(run).PutText(why);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [numbers, clique] : cliques_)
+      if (clique->run == run) TellAll(*clique, CopyMessage::kFailed, body.bytes);
+  }
+
+  // Each of these returns why a message is of no use. Those on copies that have failed here are
+  // ignored.
+  std::string Handle(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
     switch (kind) {
       case CopyMessage::kMemory:
       case CopyMessage::kGone:
-        return backend_.Learn(peer, kind, reader).empty();
+        return backend_.Learn(peer, kind, reader);
       case CopyMessage::kPost:
         return HandlePost(peer, reader);
       case CopyMessage::kIssued:
         return HandleIssued(reader);
+      case CopyMessage::kFailed: {
+        const auto run = reader.Get<int64_t>();
+        backend_.board().Fail(run, reader.GetText());
+        return "";
+      }
       case CopyMessage::kWaited:
         return HandleWaited(peer, reader);
       case CopyMessage::kBye:
         peer.has_left = true;
-        return true;
+        return "";
     }
-    return false;
+    return "a message of an unknown kind";
   }
 
-  bool HandlePost(CopyPeer& peer, MessageReader& reader) {
+  std::string HandlePost(CopyPeer& peer, MessageReader& reader) {
     const CopyClique* clique = CliqueOf(reader.GetAll<int64_t>());
     const int place = reader.Get<int>();
     const auto visit = reader.Get<int64_t>(), site = reader.Get<int64_t>();
     const bool is_gather = reader.Get<bool>();
     typename Job::Post post{};
     if (!reader.is_valid || clique == nullptr || place < 0 ||
-        place >= int(clique->processes.size()) || clique->processes[place] != peer.process ||
-        !backend_.GetExtra(peer, &reader, &post.extra))
-      return false;
+        place >= int(clique->processes.size()) || clique->processes[place] != peer.process)
+      return "copies of devices that are not its own";
+    if (!backend_.GetExtra(peer, &reader, &post.extra)) return "events that cannot be opened";
     const auto count = reader.Get<uint64_t>();
     for (uint64_t i = 0; i < count && reader.is_valid; ++i) {
       char* source = backend_.Reach(peer, reader.Get<CopyAddress>());
       char* target = backend_.Reach(peer, reader.Get<CopyAddress>());
       const auto rows = reader.Get<uint64_t>(), run = reader.Get<uint64_t>();
       post.arrays.push_back({source, target, rows, run, reader.Get<uint64_t>()});
-      if (source == nullptr || target == nullptr) return false;
+      if (source == nullptr || target == nullptr) return "arrays in memory that is not known";
     }
     const CopyVisitor who{clique->run, site, int(clique->processes.size()), place, clique};
     bool is_last = false;
@@ -447,13 +468,13 @@ class CopyProcesses {
       const std::lock_guard<std::mutex> lock(posting_);
       job = backend_.board().StartElsewhere(who, visit, is_gather, std::move(post), &is_last, &why);
     }
-    if (job == nullptr) return true;  // the clique has failed here
+    if (job == nullptr) return "";
     Remember(job);
     if (is_last) backend_.Launch(job);
-    return true;
+    return "";
   }
 
-  bool HandleIssued(MessageReader& reader) {
+  std::string HandleIssued(MessageReader& reader) {
     const auto run = reader.Get<int64_t>(), visit = reader.Get<int64_t>();
     const int place = reader.Get<int>();
     const std::string why = reader.GetText();
@@ -461,30 +482,32 @@ class CopyProcesses {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const auto record = records_.find({run, visit});
-      if (record == records_.end() || record->second.to_settle.erase(place) == 0) return false;
+      if (record == records_.end() || record->second.to_settle.erase(place) == 0) return "";
       job = record->second.job;
       ForgetIfDone(record);
     }
     if (!why.empty()) backend_.board().Fail(run, why);
     why.empty() ? job->HasIssued(place) : job->HasGivenUp(place, why);
-    return true;
+    return "";
   }
 
-  bool HandleWaited(CopyPeer& peer, MessageReader& reader) {
+  std::string HandleWaited(CopyPeer& peer, MessageReader& reader) {
     const auto run = reader.Get<int64_t>(), visit = reader.Get<int64_t>();
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto record = records_.find({run, visit});
-    if (record == records_.end()) return false;
+    if (record == records_.end()) return "";
     record->second.to_hear.erase(peer.process);
     ForgetIfDone(record);
-    return true;
+    return "";
   }
 
   // Nothing will come from a process.
   void HasGone(CopyPeer& peer) {
     const std::string why = "process " + std::to_string(peer.process) + " (pid " +
                             std::to_string(peer.pid) + ") has " +
-                            (peer.has_left ? "ended" : "died");
+                            (!peer.refused.empty() ? "sent " + peer.refused
+                             : peer.has_left       ? "ended"
+                                                   : "died");
     std::vector<std::pair<JobPointer, int>> lost;
     std::vector<int64_t> runs;
     {
@@ -498,16 +521,18 @@ class CopyProcesses {
             lost.push_back({record.job, place});
           }
     }
+    const bool has_died = !peer.has_left && !is_stopped_;
+    if (has_died)
+      std::fprintf(
+          stderr,
+          "jdistadam: %s. This process ends too, after %.0f s at most. Start all processes "
+          "again and restore a checkpoint.\n",
+          why.c_str(), grace_seconds_);
     for (const int64_t run : runs) backend_.board().Fail(run, why);
     for (const auto& [job, place] : lost) job->HasGivenUp(place, why);
-    if (peer.has_left || is_stopped_) return;
-    std::thread([why, seconds = grace_seconds_] {
+    if (!has_died) return;
+    std::thread([seconds = grace_seconds_] {
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-      std::fprintf(stderr,
-                   "jdistadam: %s, and nothing has ended this process within %.0f s. It ends now. "
-                   "Start all processes again and restore a checkpoint.\n",
-                   why.c_str(), seconds);
-      std::fflush(stderr);
       _exit(1);
     }).detach();
   }
