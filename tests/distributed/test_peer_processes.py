@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -119,3 +120,21 @@ def test_a_process_that_dies_ends_the_others(tmp_path):
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_processes_end_wherever_one_dies(tmp_path, seed):
     check_kill(tmp_path, seed, count=4)
+
+
+def test_a_failure_is_told_to_other_processes():
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-P", TESTS / "support" / "peers_that_differ.py", str(i), str(port)],
+            env=environment(JAX_PLATFORMS="cpu"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in running]
+    for output in outputs:
+        said = re.search(r"after (\d+) s: .*copies are not those of the other devices", output)
+        assert said and int(said[1]) < 30, output[-3000:]
