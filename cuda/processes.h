@@ -345,6 +345,7 @@ class CopyProcesses {
 
   // Or others would not see that the parent has died.
   static void CloseInChild() {
+    if (Joined()->is_stopped_) return;
     for (const auto& [process, peer] : Joined()->peers_) close(peer->fd());
   }
 

@@ -116,6 +116,7 @@ def setup_jdistadam(args, mesh, model, params, specs):
         replica_axis="replica" if args.replicas > 1 else None,
         sharding_strategy=args.strategy,
         policy=policy,
+        communication=args.communication,
         max_grad_norm=args.max_grad_norm,
         layers=layers_of if gathers_scanned or args.gathered_in_model else None,
         param_specs=specs if args.model_axis > 1 else None,

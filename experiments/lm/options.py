@@ -72,6 +72,12 @@ def _add_dtypes(add):
         help="dtype of the sums over devices; default: the communication dtype",
     )
     add(
+        "--communication",
+        choices=("auto", "xla", "peer"),
+        default="auto",
+        help="transport of gradients and parameters; peer: with sums in float32 alone",
+    )
+    add(
         "--main-grads-dtype",
         choices=DTYPES,
         default="float32",
