@@ -153,6 +153,8 @@ extern "C" void JdistadamJoinProcesses_cuda(int me, const JoinedProcesses& joine
   CudaProcesses().Join(me, joined);
 }
 
+extern "C" bool JdistadamReachesProcess_cuda(int) { return MemoryDriver::Get() != nullptr; }
+
 extern "C" double JdistadamLinkSpeed_cuda(int device, int peer) {
   return LinkProbe(device, peer).Measure();
 }

@@ -28,6 +28,7 @@ XLA_FFI_Error* JDISTADAM_HANDLER(CopyWait)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(SumParts)(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JDISTADAM_HANDLER(StepParts)(XLA_FFI_CallFrame* call_frame);
 bool JDISTADAM_HANDLER(CanReach)(int device, int peer);
+bool JDISTADAM_HANDLER(ReachesProcess)(int pid);
 double JDISTADAM_HANDLER(LinkSpeed)(int device, int peer);
 void JDISTADAM_HANDLER(StopCopies)();
 void JDISTADAM_HANDLER(JoinProcesses)(int me, const jdistadam::JoinedProcesses& joined);
@@ -45,6 +46,8 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.def("link_speed", &JDISTADAM_HANDLER(LinkSpeed), nb::call_guard<nb::gil_scoped_release>());
   // Ends the threads that make copies between devices, or wait for them. No copy starts afterwards.
   m.def("stop_copies", &JDISTADAM_HANDLER(StopCopies), nb::call_guard<nb::gil_scoped_release>());
+  // Whether devices of this process can write the memory of another one.
+  m.def("reaches_process", &JDISTADAM_HANDLER(ReachesProcess));
   // Connects this process with others of its host: processes.h. Takes the descriptors.
   m.def("join_processes",
         [](int me, const std::vector<std::tuple<int64_t, int, int>>& devices,

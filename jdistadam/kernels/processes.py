@@ -60,6 +60,7 @@ def join(platform: str) -> Joined:
     if client is None:
         return Joined({}, "devices of several processes, without jax.distributed")
     store = _Store(client, f"jdistadam/processes/{platform}")
+    module = importlib.import_module(native.module_name(platform))
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jdistadam-"))  # of this user alone
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -69,7 +70,7 @@ def join(platform: str) -> Joined:
             facts = store.take_all("facts")
             why, sockets = _why_apart(facts), dict[int, socket.socket]()
             if not why:
-                why, sockets = _connected(store, listener, facts)
+                why, sockets = _connected(module, store, listener, facts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     hosts = {i: said["host"] for i, said in facts.items()}
@@ -83,7 +84,6 @@ def join(platform: str) -> Joined:
         for number, ordinal in said["devices"]
     ]
     others = [(i, _pid_and_user(x)[0], x.detach()) for i, x in sorted(sockets.items())]
-    module = importlib.import_module(native.module_name(platform))
     module.join_processes(jax.process_index(), devices, others, GRACE_SECONDS)
     return Joined(hosts, "")
 
@@ -113,14 +113,17 @@ def _why_apart(facts: dict[int, dict[str, Any]]) -> str:
 
 
 def _connected(
-    store: _Store, listener: socket.socket, facts: dict[int, dict[str, Any]]
+    module: Any, store: _Store, listener: socket.socket, facts: dict[int, dict[str, Any]]
 ) -> tuple[str, dict[int, socket.socket]]:
     """Why a process could not connect, the same in each of them, and this one's sockets."""
     sockets, failed = dict[int, socket.socket](), ""
+    me, reaches = jax.process_index(), module.reaches_process
     try:
         _connect(sockets, listener, facts)
+        if not all(reaches(_pid_and_user(x)[0]) for x in sockets.values()):
+            failed = f"a system that does not let process {me} write the memory of others"
     except OSError as error:
-        failed = f"process {jax.process_index()} cannot reach others: {error}"
+        failed = f"process {me} cannot reach others: {error}"
     store.put("connected", failed)
     return next((x for x in store.take_all("connected").values() if x), ""), sockets
 
