@@ -52,8 +52,9 @@ def start(count, folder, steps, communication="peer", strategy="optim", platform
 def trained(count, folder, steps=6, **options):
     """The final parameters."""
     running, outputs = start(count, folder, steps, **options)
-    for process, output in zip(running, outputs, strict=True):
-        code, said = process.wait(300), output.read_text()
+    codes = [process.wait(300) for process in running]
+    for code, output in zip(codes, outputs, strict=True):
+        said = output.read_text()
         skip_if_forbidden(said)
         assert code == 0, said[-3000:]
     expected = options.get("communication", "peer")
@@ -98,10 +99,11 @@ def check_kill(tmp_path, seed, count=2, platform="cpu"):
     after = rng.randrange(3, 12)
     limit = time.monotonic() + 120
     while f"step {after}\n" not in outputs[victim].read_text():
-        skip_if_forbidden(outputs[victim].read_text())
-        assert time.monotonic() < limit and running[victim].poll() is None, outputs[
-            victim
-        ].read_text()
+        if running[victim].poll() is not None:
+            codes = [process.wait(60) for process in running]
+            skip_if_forbidden(outputs[victim].read_text())
+            raise AssertionError((codes, outputs[victim].read_text()[-3000:]))
+        assert time.monotonic() < limit
         time.sleep(0.01)
     time.sleep(rng.random() / 5)
     os.kill(running[victim].pid, signal.SIGKILL)
