@@ -146,7 +146,7 @@ ffi::Error PostCopies(Board& board, Processes& processes, const CopyVisitor& who
   if (who.clique == nullptr) {
     *job = start();
   } else if (why = processes.Show(arrays); why.empty()) {
-    *job = processes.Post(who.me, start);
+    *job = processes.Post(who, start, &why);
   } else {
     why = FailureOf(who.me, why);
   }

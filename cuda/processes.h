@@ -280,11 +280,15 @@ class CopyProcesses {
   std::string Show(const std::vector<CopyArray>& arrays) { return backend_.Show(peers_, arrays); }
 
   // A device of this process starts copies: `start` posts them on the board, and others are told.
+  // Null with `*why` if a process of the clique has gone.
   template <typename Start>
-  JobPointer Post(int me, const Start& start) {
+  JobPointer Post(const CopyVisitor& who, const Start& start, std::string* why) {
     const std::lock_guard<std::mutex> lock(posting_);  // so that nothing is launched before
+    for (const auto& [process, reason] : gone_)
+      if (Has(*who.clique, process)) *why = reason;
+    if (!why->empty()) return nullptr;
     const JobPointer job = start();
-    if (job != nullptr) TellPost(job, me);
+    if (job != nullptr) TellPost(job, who.me);
     return job;
   }
 
@@ -509,20 +513,23 @@ class CopyProcesses {
                             (!peer.refused.empty() ? "sent " + peer.refused
                              : peer.has_left       ? "ended"
                                                    : "died");
+    const bool has_died = !peer.has_left && !is_stopped_;
     std::vector<std::pair<JobPointer, int>> lost;
-    std::vector<int64_t> runs;
+    std::set<int64_t> runs;
     {
+      const std::lock_guard<std::mutex> no_post(posting_);
       const std::lock_guard<std::mutex> lock(mutex_);
+      gone_[peer.process] = why;
       for (const auto& [numbers, clique] : cliques_)
-        if (Has(*clique, peer.process)) runs.push_back(clique->run);
-      for (auto& [key, record] : records_)
+        if (has_died && Has(*clique, peer.process)) runs.insert(clique->run);
+      for (auto& [key, record] : records_)  // one that ended has finished what it has started
         for (const int place : std::set<int>(record.to_settle))
           if (record.job->clique->processes[place] == peer.process) {
             record.to_settle.erase(place);
             lost.push_back({record.job, place});
+            runs.insert(record.job->run);
           }
     }
-    const bool has_died = !peer.has_left && !is_stopped_;
     if (has_died)
       std::fprintf(
           stderr,
@@ -549,6 +556,7 @@ class CopyProcesses {
   Peers peers_;
   double grace_seconds_ = 30;
   std::mutex posting_, mutex_;
+  std::map<int, std::string> gone_;  // why, by process; guarded by posting_
   std::map<std::vector<int64_t>, std::unique_ptr<CopyClique>> cliques_;
   Records records_;
   std::atomic<bool> is_stopped_{false};
