@@ -382,8 +382,9 @@ class CopyBoard {
     return job;
   }
 
-  // Starts between processes meet by their number alone; an execution has another one in each.
-  static int64_t SiteOf(const CopyVisitor& who) { return who.clique == nullptr ? who.site : 0; }
+  // Starts between processes meet by their number alone; an execution has another one in each. No
+  // call site of one process is negative: its many executions would push that number out.
+  static int64_t SiteOf(const CopyVisitor& who) { return who.clique == nullptr ? who.site : -1; }
 
   void FailLocked(int64_t run, const std::string& why) {
     if (run < 0 && tell_failure && failures_.count(run) == 0) tell_failure(run, why);

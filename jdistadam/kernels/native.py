@@ -56,9 +56,9 @@ def status(platform: str) -> Status:
     return Status(True, module.build_info)
 
 
-def module_name(platform: str) -> str:
-    """Returns the name of the compiled module of a platform."""
-    return _MODULES[platform]
+def module_of(platform: str) -> Any:
+    """Returns the compiled module of a platform whose ``status`` is available."""
+    return importlib.import_module(_MODULES[platform])
 
 
 def _stop_copies(module: Any) -> None:
@@ -147,7 +147,7 @@ def check_ffi_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> N
 
 def reachable_peers() -> Callable[[int, int], bool]:
     """Returns a function of two local GPU numbers: whether one can access the other's memory."""
-    return importlib.import_module(_MODULES["cuda"]).can_reach
+    return module_of("cuda").can_reach
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def link_speed(one: int, other: int) -> float:
 
     It is 0 if it cannot be measured, as where there is no memory for 64 MiB.
     """
-    speed: float = importlib.import_module(_MODULES["cuda"]).link_speed(one, other)
+    speed: float = module_of("cuda").link_speed(one, other)
     return speed
 
 

@@ -12,7 +12,6 @@ allows it). Nobody else gets a descriptor of GPU memory: it is passed over these
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import pathlib
@@ -60,7 +59,7 @@ def join(platform: str) -> Joined:
     if client is None:
         return Joined({}, "devices of several processes, without jax.distributed")
     store = _Store(client, f"jdistadam/processes/{platform}")
-    module = importlib.import_module(native.module_name(platform))
+    module = native.module_of(platform)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jdistadam-"))  # of this user alone
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
