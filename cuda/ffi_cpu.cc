@@ -98,6 +98,7 @@ static CpuCopies& BoardOf(const ffi::ThreadPool&, const CopyVisitor&) { return C
 class CpuBackend {
  public:
   CpuCopies& board() { return CpuBoard(); }
+  void Use(const std::vector<int>&) {}
   template <typename Peers>
   std::string Show(const Peers&, const std::vector<CopyArray>&) {
     return "";

@@ -220,6 +220,7 @@ struct JoinedProcesses {
 // The other processes. `Backend` makes copies and knows memory:
 //
 //   Board& board()
+//   void Use(ordinals)                called first, by the thread that listens: this process's
 //   string Show(peers, arrays)        tells others of the memory of some arrays; why it cannot
 //   CopyAddress AddressOf(pointer)
 //   char* Reach(peer, address)        where this process reaches it; null if it cannot
@@ -391,6 +392,10 @@ class CopyProcesses {
   void Wake() { (void)!write(wake_[1], "", 1); }
 
   void Listen() {
+    std::vector<int> ordinals;
+    for (const auto& [number, device] : devices_)
+      if (device.process == me_) ordinals.push_back(device.ordinal);
+    backend_.Use(ordinals);
     std::vector<pollfd> fds{{wake_[0], POLLIN, 0}};
     std::vector<CopyPeer*> peers{nullptr};
     for (const auto& [process, peer] : peers_) {

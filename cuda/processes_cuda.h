@@ -58,6 +58,13 @@ class CudaBackend {
  public:
   CudaCopies& board() { return CudaBoard(); }
 
+  // Events are opened and memory is mapped for these devices alone: others, which processes may
+  // see, get no context of this one.
+  void Use(std::vector<int> ordinals) {
+    ordinals_ = std::move(ordinals);
+    if (!ordinals_.empty()) (void)cudaSetDevice(ordinals_.front());
+  }
+
   // Tells others of allocations that they have not seen. Returns why it cannot.
   template <typename Peers>
   std::string Show(const Peers& peers, const std::vector<CopyArray>& arrays) {
@@ -111,9 +118,7 @@ class CudaBackend {
     if (error == CUDA_SUCCESS) error = driver->map(mapped.start, mapped.size, 0, handle, 0);
     driver->release(handle);  // the mapping keeps it
     std::vector<CUmemAccessDesc> access;
-    int count = 0;
-    (void)cudaGetDeviceCount(&count);
-    for (int i = 0; i < count; ++i)
+    for (const int i : ordinals_)
       access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, i}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
     if (error == CUDA_SUCCESS)
       error = driver->set_access(mapped.start, mapped.size, access.data(), access.size());
@@ -196,6 +201,7 @@ class CudaBackend {
     return "";
   }
 
+  std::vector<int> ordinals_;
   std::mutex mutex_;
   std::map<uint64_t, Shown> shown_;  // by start
   uint64_t last_number_ = 0;
