@@ -40,7 +40,7 @@ class PooledEvent {
     return *this;
   }
   ~PooledEvent() {
-    if (event_ == nullptr || kind_.first < 0) return;
+    if (event_ == nullptr) return;
     const std::lock_guard<std::mutex> lock(Mutex());
     Free()[kind_].push_back(event_);
   }
@@ -56,9 +56,6 @@ class PooledEvent {
     free.pop_back();
     return cudaSuccess;
   }
-
-  // Takes one of another process, which stays open.
-  void Borrow(cudaEvent_t event) { event_ = event; }
 
   cudaEvent_t get() const { return event_; }
 
@@ -77,14 +74,40 @@ class PooledEvent {
   cudaEvent_t event_ = nullptr;
 };
 
+// What a start and its copies record. An event that other processes can open serves one device
+// alone: the driver crashes if another one, of whichever process, waits for it. So devices of this
+// process wait for others, and of another process each of them has opened its own.
 struct CopyEvents {
-  PooledEvent ready, sent, kept;  // kept: the part for itself; none of another process
+  PooledEvent ready, sent, kept;  // kept: the part for itself
+  PooledEvent ready_shared, sent_shared;  // the same moments, for other processes if there are any
+  std::map<int32_t, std::pair<cudaEvent_t, cudaEvent_t>> opened;  // of another process, by device
 
   cudaError_t Take(int32_t ordinal, bool is_shared) {
     cudaError_t error = cudaSuccess;
     for (PooledEvent* event : {&ready, &sent, &kept})
-      if (error == cudaSuccess) error = event->Take(ordinal, is_shared && event != &kept);
+      if (error == cudaSuccess) error = event->Take(ordinal, false);
+    for (PooledEvent* event : {&ready_shared, &sent_shared})
+      if (error == cudaSuccess && is_shared) error = event->Take(ordinal, true);
     return error;
+  }
+
+  cudaError_t RecordReady(cudaStream_t stream) const { return Record(ready, ready_shared, stream); }
+  cudaError_t RecordSent(cudaStream_t stream) const { return Record(sent, sent_shared, stream); }
+
+  // For which a device of this process waits.
+  cudaEvent_t ReadyFor(int32_t ordinal) const {
+    return opened.empty() ? ready.get() : opened.at(ordinal).first;
+  }
+  cudaEvent_t SentFor(int32_t ordinal) const {
+    return opened.empty() ? sent.get() : opened.at(ordinal).second;
+  }
+
+ private:
+  static cudaError_t Record(const PooledEvent& event, const PooledEvent& shared,
+                            cudaStream_t stream) {
+    const cudaError_t error = cudaEventRecord(event.get(), stream);
+    if (error != cudaSuccess || shared.get() == nullptr) return error;
+    return cudaEventRecord(shared.get(), stream);
   }
 };
 
@@ -114,8 +137,10 @@ inline void DrainCopies(CudaCopies::Job& job) {
   job.WaitUntilSettled();
   for (int p = 0; p < job.count(); ++p) {
     const CopyEvents& events = job.posts[p].extra;
-    for (const PooledEvent* event : {&events.sent, &events.kept})
-      if (event->get() != nullptr) EndUnlessDone(cudaEventSynchronize(event->get()), p);
+    const auto any = events.opened.begin();
+    const auto sent = any == events.opened.end() ? events.sent.get() : any->second.second;
+    for (const cudaEvent_t event : {sent, events.kept.get()})
+      if (event != nullptr) EndUnlessDone(cudaEventSynchronize(event), p);
   }
 }
 
@@ -272,7 +297,7 @@ class CopySender {
     const CopyEvents& mine = job.posts[me].extra;
     cudaError_t error = cudaStreamWaitEvent(own_, mine.ready.get(), 0);
     for (int p = 0; p < job.count() && error == cudaSuccess; ++p)
-      error = cudaStreamWaitEvent(others_, job.posts[p].extra.ready.get(), 0);
+      error = cudaStreamWaitEvent(others_, job.posts[p].extra.ReadyFor(ordinal_), 0);
     if (error != cudaSuccess) return error;
     to_.clear(), from_.clear(), sizes_.clear();
     for (int distance = 0; distance < job.count(); ++distance) {
@@ -292,7 +317,7 @@ class CopySender {
       });
     }
     if (error == cudaSuccess) error = SendBatch();
-    if (error == cudaSuccess) error = cudaEventRecord(mine.sent.get(), others_);
+    if (error == cudaSuccess) error = mine.RecordSent(others_);
     return error == cudaSuccess ? cudaEventRecord(mine.kept.get(), own_) : error;
   }
 

@@ -167,7 +167,10 @@ template <typename Context>
 ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
                             ffi::RunId run, int32_t ordinal, Context context) {
   const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
-  const auto site = int64_t(uint64_t(a.site) * a.devices.size() + uint64_t(group.index));
+  const auto site =
+      group.clique == nullptr
+          ? int64_t(uint64_t(a.site) * a.devices.size() + uint64_t(group.index))
+          : ProcessesOf(context, group).CountStart(*group.clique, group.me, run.run_id);
   const CopyVisitor who = group.Visitor(run.run_id, site);
   a.devices = group.devices;
   auto& board = BoardOf(context, who);

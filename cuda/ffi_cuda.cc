@@ -89,7 +89,7 @@ static cudaError_t PrepareCopies(cudaStream_t stream, const std::vector<int>& or
   if (error == cudaSuccess) error = ReachPeers(ordinals, ordinal);
   if (error == cudaSuccess) error = CopySender::Of(ordinal, &sender);
   if (error == cudaSuccess) error = events->Take(ordinal, is_shared);
-  return error == cudaSuccess ? cudaEventRecord(events->ready.get(), stream) : error;
+  return error == cudaSuccess ? events->RecordReady(stream) : error;
 }
 
 static CudaCopies& BoardOf(cudaStream_t, const CopyVisitor&) { return CudaBoard(); }
@@ -132,9 +132,10 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, con
   std::string why = job->WaitUntilIssued(limit);
   if (why.empty() && !job->has_waited[who.me]) {
     job->has_waited[who.me] = true;
+    const int32_t ordinal = job->clique == nullptr ? 0 : job->clique->ordinals[who.me];
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
-      status = cudaStreamWaitEvent(stream, job->posts[p].extra.sent.get(), 0);
+      status = cudaStreamWaitEvent(stream, job->posts[p].extra.SentFor(ordinal), 0);
     if (status != cudaSuccess) why = FailureOf(who.me, cudaGetErrorString(status));
     if (why.empty() && job->clique != nullptr) CudaProcesses().HasWaited(job);
   }

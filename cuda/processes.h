@@ -277,6 +277,16 @@ class CopyProcesses {
     return (cliques_[numbers] = std::move(clique)).get();
   }
 
+  // How many starts of a device came before in its execution. Posts name it as their site: if one
+  // process gives an execution up, its next one does not meet the rest of the others'. Numbers of
+  // sites would not do: a process may have traced more programs than others.
+  int64_t CountStart(const CopyClique& clique, int me, int64_t execution) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& [last, count] = starts_[{clique.run, me}];
+    if (last != execution) last = execution, count = 0;
+    return count++;
+  }
+
   // Before a device of this process starts copies. Returns why it cannot.
   std::string Show(const std::vector<CopyArray>& arrays) { return backend_.Show(peers_, arrays); }
 
@@ -564,6 +574,8 @@ class CopyProcesses {
   std::map<int, std::string> gone_;  // why, by process; guarded by posting_
   std::map<std::vector<int64_t>, std::unique_ptr<CopyClique>> cliques_;
   Records records_;
+  // By clique and place: the execution, and its starts.
+  std::map<std::pair<int64_t, int>, std::pair<int64_t, int64_t>> starts_;
   std::atomic<bool> is_stopped_{false};
   int wake_[2] = {-1, -1};
   std::thread thread_;

@@ -58,12 +58,9 @@ class CudaBackend {
  public:
   CudaCopies& board() { return CudaBoard(); }
 
-  // Events are opened and memory is mapped for these devices alone: others, which processes may
-  // see, get no context of this one.
-  void Use(std::vector<int> ordinals) {
-    ordinals_ = std::move(ordinals);
-    if (!ordinals_.empty()) (void)cudaSetDevice(ordinals_.front());
-  }
+  // Events are opened and memory is mapped for these devices alone: others that this process sees
+  // get no context of it.
+  void Use(std::vector<int> ordinals) { ordinals_ = std::move(ordinals); }
 
   // Tells others of allocations that they have not seen. Returns why it cannot.
   template <typename Peers>
@@ -128,7 +125,7 @@ class CudaBackend {
   }
 
   void PutExtra(MessageWriter* writer, const CopyEvents& events) {
-    for (const PooledEvent* event : {&events.ready, &events.sent}) {
+    for (const PooledEvent* event : {&events.ready_shared, &events.sent_shared}) {
       cudaIpcEventHandle_t handle{};
       if (cudaIpcGetEventHandle(&handle, event->get()) != cudaSuccess) (void)cudaGetLastError();
       writer->Put(handle);
@@ -136,14 +133,12 @@ class CudaBackend {
   }
 
   bool GetExtra(CopyPeer&, MessageReader* reader, CopyEvents* events) {
-    for (PooledEvent* event : {&events->ready, &events->sent}) {
-      const auto handle = reader->Get<cudaIpcEventHandle_t>();
-      cudaEvent_t& opened = opened_[std::string(handle.reserved, sizeof handle.reserved)];
-      if (opened == nullptr && cudaIpcOpenEventHandle(&opened, handle) != cudaSuccess) {
-        (void)cudaGetLastError();
-        return false;
-      }
-      event->Borrow(opened);
+    const auto ready = reader->Get<cudaIpcEventHandle_t>();
+    const auto sent = reader->Get<cudaIpcEventHandle_t>();
+    for (const int ordinal : ordinals_) {
+      auto& [is_ready, is_sent] = events->opened[ordinal];
+      is_ready = Opened(ordinal, ready), is_sent = Opened(ordinal, sent);
+      if (is_ready == nullptr || is_sent == nullptr) return false;
     }
     return true;
   }
@@ -162,6 +157,18 @@ class CudaBackend {
     CUdeviceptr start;
     size_t size;
   };
+
+  // Null if it cannot be opened. The same event always has the same handle.
+  cudaEvent_t Opened(int ordinal, const cudaIpcEventHandle_t& handle) {
+    const std::string name(handle.reserved, sizeof handle.reserved);
+    cudaEvent_t& event = opened_[{ordinal, name}];
+    if (event != nullptr) return event;
+    cudaError_t error = cudaSetDevice(ordinal);
+    if (error == cudaSuccess) error = cudaIpcOpenEventHandle(&event, handle);
+    if (error == cudaSuccess) return event;
+    (void)cudaGetLastError();
+    return event = nullptr;
+  }
 
   template <typename Peers>
   std::string ShowLocked(const MemoryDriver& driver, const Peers& peers, const char* pointer) {
@@ -205,8 +212,8 @@ class CudaBackend {
   std::mutex mutex_;
   std::map<uint64_t, Shown> shown_;  // by start
   uint64_t last_number_ = 0;
-  std::map<std::pair<int, uint64_t>, Mapped> mapped_;  // by process and number
-  std::map<std::string, cudaEvent_t> opened_;          // by handle
+  std::map<std::pair<int, uint64_t>, Mapped> mapped_;          // by process and number
+  std::map<std::pair<int, std::string>, cudaEvent_t> opened_;  // by device here and handle
 };
 
 inline CopyProcesses<CudaCopies, CudaBackend>& CudaProcesses() {

@@ -27,7 +27,7 @@ import time
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from lm import power, report
+from lm import power, processes, report
 from plan_against_compiler import h200s
 from step_bench import budget, chart, model, rows, tables
 from step_bench.group import Group, memory_limit, peak_bytes
@@ -42,6 +42,8 @@ def arguments():
     add("--list", action="store_true", help="print the known rows")
     add("--size", choices=model.SIZES, help="default: gpt-1.3b on GPUs, else tiny")
     add("--devices", type=int, default=0, help="0: all")
+    add("--processes", type=int, help="start so many here, each with one GPU or some CPU devices")
+    add("--distributed", nargs="?", const="auto", help="be one of several processes")
     add("--rounds", type=int, default=5)
     add("--trace-steps", type=int, default=3, help="steps that are traced; 0: no trace")
     add("--no-check", action="store_true", help="time without comparing results first")
@@ -90,6 +92,7 @@ class Run:
         self.found = {
             "size": size,
             "devices": mesh.size,
+            "processes": jax.process_count(),
             "before": power.snapshot(),
             "rounds": args.rounds,
             "jobs": args.jobs,
@@ -100,6 +103,8 @@ class Run:
         args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self):
+        if not processes.is_first():
+            return
         self.found["after"] = power.snapshot()
         self.found["peak_bytes"] = None if self.args.compile_only else peak_bytes(self.mesh)
         self.found["seconds"] = time.perf_counter() - self.begun
@@ -107,7 +112,7 @@ class Run:
 
     @property
     def is_late(self):
-        return time.perf_counter() - self.begun > self.args.seconds
+        return processes.of_first(time.perf_counter() - self.begun) > self.args.seconds
 
     def take(self, group):
         """Checks and times a compiled group, a batch at a time."""
@@ -137,8 +142,14 @@ def main():
     if args.list:
         print("\n".join(rows.KNOWN))
         return 0
-    groups = rows.select(args.rows)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    if args.processes and not args.distributed:
+        return processes.launch(args.processes, sys.argv)
+    if args.distributed:
+        processes.join(args.distributed, args.devices)
+        if not processes.is_first():
+            sys.stdout = open(os.devnull, "w")
+    groups = rows.select(args.rows)
     torch_rows = run_torch(args, groups) if args.torch else []
     mesh, on_gpu, attention = make_mesh(args)
     name = args.size or ("gpt-1.3b" if on_gpu else "tiny")
@@ -163,8 +174,9 @@ def main():
         predict(group, rates)
         run.take(group)
     run.write()
-    print(tables.text(run.found))
-    chart.draw(run.found["rows"], args.out.with_suffix(".png"))
+    if processes.is_first():
+        print(tables.text(run.found))
+        chart.draw(run.found["rows"], args.out.with_suffix(".png"))
     wrong = [r["name"] for r in run.found["rows"] if not r.get("check", {"passed": True})["passed"]]
     if wrong:
         print("results differ from the reference:", ", ".join(wrong))

@@ -9,6 +9,7 @@ import sys
 import time
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 TRY_AGAIN = 75
@@ -43,7 +44,7 @@ def join(place: str, total_devices: int | None) -> None:
     Args:
       place: "INDEX/COUNT@ADDRESS" as ``launch`` gives it; "auto": JAX asks SLURM, Open MPI,
         Kubernetes or another launcher.
-      total_devices: CPU devices of all processes together, if there is no GPU.
+      total_devices: Devices of all processes together; default: 8 CPU devices, or a GPU for each.
     """
     if place == "auto":
         jax.distributed.initialize()
@@ -53,8 +54,9 @@ def join(place: str, total_devices: int | None) -> None:
         raise SystemExit(f"--distributed: got {place!r}, expected INDEX/COUNT@ADDRESS:PORT")
     index, count, address = int(found[1]), int(found[2]), found[3]
     jax.config.update("jax_num_cpu_devices", max(1, (total_devices or 8) // count))
-    # With GPUs, one for each process.
-    jax.distributed.initialize(address, count, index, local_device_ids=[index])
+    each = max(1, (total_devices or count) // count)  # GPUs of a process
+    mine = list(range(index * each, (index + 1) * each))
+    jax.distributed.initialize(address, count, index, local_device_ids=mine)
 
 
 def launch(count: int, argv: list[str]) -> int:
@@ -88,3 +90,17 @@ def launch(count: int, argv: list[str]) -> int:
 def is_first() -> bool:
     """Whether this process writes the results."""
     return jax.process_index() == 0
+
+
+def of_first(value: float) -> float:
+    """The first process's value, on all processes."""
+    if jax.process_count() == 1:
+        return value
+    return float(multihost_utils.broadcast_one_to_all(np.float64(value)))
+
+
+def of_all(values: list[float]) -> list[list[float]]:
+    """The values of each process."""
+    if jax.process_count() == 1:
+        return [values]
+    return np.asarray(multihost_utils.process_allgather(np.asarray(values))).tolist()

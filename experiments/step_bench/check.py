@@ -23,6 +23,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from step_bench.variants import (
     CHECKED_LEARNING_RATE,
@@ -51,13 +52,15 @@ def sample(tree):
 
 def _some(x):
     step = max(1, x.size // SAMPLED) | 1  # odd: it meets every device's part, and every column
-    some = x.reshape(-1)[::step] if isinstance(x, np.ndarray) else _strided(x.size, step)(x)
-    return np.asarray(some, np.float64)
+    if isinstance(x, np.ndarray):
+        return np.asarray(x.reshape(-1)[::step], np.float64)
+    everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # so that a process has it
+    return np.asarray(_strided(x.size, step, everywhere)(x), np.float64)
 
 
 @functools.cache
-def _strided(size, step):
-    return jax.jit(lambda x: x.reshape(-1)[::step])
+def _strided(size, step, sharding):
+    return jax.jit(lambda x: x.reshape(-1)[::step], out_shardings=sharding)
 
 
 class Reference:
@@ -85,7 +88,7 @@ class Reference:
         self.losses = []
         for _ in range(CHECKED_STEPS):
             loss, grads = loss_and_grads(state[0], batch)
-            self.losses.append(None if loss is None else float(np.mean(loss)))
+            self.losses.append(None if loss is None else float(jnp.mean(loss)))
             state = step(state, grads)
             del grads
         self.end = sample(state[1])

@@ -7,7 +7,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-from lm import power, report
+from lm import power, processes, report
 
 from jdistadam.tools import hlo
 from step_bench import alone, check, model, trace, variants
@@ -88,6 +88,8 @@ class Group:
             "temporary_bytes": memory.temp_size_in_bytes,
             "collectives": _collectives(program.as_text()),
         }
+        if tx := getattr(self.variants[name], "tx", None):
+            self.records[name]["communication"] = str(tx.config.communication)
         print(
             f"  compiled {name:<46} {self.records[name]['compile_seconds']:6.1f} s, "
             f"held {memory.argument_size_in_bytes / 1e9:6.2f} GB, "
@@ -168,14 +170,17 @@ class Group:
         for name in names:
             states[name], seconds = self._turn(name, states[name], data, 2)
             wanted = round(TURN_SECONDS / seconds) if self.on_gpu else 3
-            steps[name] = min(max(3, wanted), MOST_STEPS)
-        with power.PowerLog() if self.on_gpu else contextlib.nullcontext() as log:
+            steps[name] = int(processes.of_first(min(max(3, wanted), MOST_STEPS)))
+        logs = self.on_gpu and processes.is_first()
+        with power.PowerLog() if logs else contextlib.nullcontext() as log:
             for i in range(rounds):
                 for name in names[:: (-1) ** i]:
                     states[name], seconds = self._turn(name, states[name], data, steps[name])
                     times[name].append(1e3 * seconds)
         for name in names:
             self.records[name] |= self._timed(times[name], times[names[0]])
+            rounds_of_all = processes.of_all(times[name])
+            self.records[name]["ms_of_processes"] = list(map(statistics.median, rounds_of_all))
             self.records[name]["power"] = log.summary() if log else None
         for name in names if self.on_gpu and traced_steps else ():
             states[name] = self._trace(name, states[name], data, traced_steps)
@@ -230,10 +235,10 @@ def _collectives(text):
 
 
 def memory_limit(mesh):
-    """Bytes of the first device that JAX may use."""
-    stats = mesh.devices.flat[0].memory_stats() or {}
+    """Bytes of a device that JAX may use."""
+    stats = mesh.local_devices[0].memory_stats() or {}
     return stats.get("bytes_limit", float("inf"))
 
 
 def peak_bytes(mesh):
-    return report.peak_bytes(mesh.devices.flat[0])
+    return report.peak_bytes(mesh.local_devices[0])

@@ -7,7 +7,7 @@ pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
-    devices                       of one process, along one shard axis; no model axes
+    devices                       of one host, along one shard axis; no model axes
     sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
@@ -17,16 +17,18 @@ devices wait for each other in every step, so two threads whose programs reach t
 orders would wait until the timeout.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
-hold. "peer" raises if a row does not hold, except that the devices may be of several processes of
-one host, which then connect (kernels/processes.py).
+hold; "peer" raises if a row does not hold. Processes of one host connect first
+(kernels/processes.py).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,12 +45,13 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
 from jdistadam.kernels.copies import Groups
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
-from jdistadam.kernels.processes import OF_PROCESSES, join
+from jdistadam.kernels.processes import OF_PROCESSES, join, say_to_all
 
 _REQUESTS = ("auto", "xla", "peer")
 _SLOWEST_LINK = 60
 """GB/s. NVLink has 150 to 450, and the gain was measured there. PCIe has 25 (4.0 x16) to 55 (5.0
 x16), which the GPUs of a host share: NCCL knows how, and copies between all pairs do not."""
+_TRIED = itertools.count()
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
 
@@ -104,8 +107,8 @@ def choose_communication(
         reasons.insert(0, "updates during the backward pass")
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
-    if not reasons and (why := _why_processes_are_apart(parallel)):
-        reasons.append(why)
+    if not reasons and len({x.process_index for x in parallel.mesh.devices.flat}) > 1:
+        reasons += _obstacles_of_processes(parallel, is_asked_for=requested == "peer")
     if not reasons:
         return Communication("peer", "")
     if requested == "peer":
@@ -142,12 +145,11 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
 def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
     """Why peer memory is not used on these devices; fewer reasons if it is requested."""
     devices = list(mesh.devices.flat)
-    if len({device.process_index for device in devices}) > 1:
-        if not is_asked_for:  # it has not been measured
-            yield "devices of several processes"
-    elif devices[0].platform not in ("gpu", "cuda"):
+    if devices[0].platform not in ("gpu", "cuda"):
         if not is_asked_for:  # CPU devices share memory anyway: no gain
             yield f"platform {devices[0].platform}"
+    elif len({device.process_index for device in devices}) > 1:
+        return
     elif not all(map(_is_here, devices)):
         if not is_asked_for:  # programs can be compiled for GPUs of another machine
             yield "devices that this process does not have"
@@ -157,26 +159,61 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
         yield why
 
 
-def _why_processes_are_apart(parallel: DataParallel) -> str:
-    """Why devices of several processes cannot copy among each other; "" if they can, or are of one.
+def _obstacles_of_processes(parallel: DataParallel, *, is_asked_for: bool) -> Iterator[str]:
+    """Why devices of several processes do not copy among each other.
 
-    It connects the processes, so all must come to it.
+    It connects the processes and tries it, so all must come to it; all get the same result.
     """
     mesh = parallel.mesh
-    processes = {device.process_index for device in mesh.devices.flat}
-    if len(processes) == 1:
-        return ""
-    if len(processes) < jax.process_count():
-        return "devices of some of the processes"
+    if not all(map(_exists, mesh.devices.flat)):
+        yield "devices that no process has"
+        return
+    if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
+        yield "devices of some of the processes"
+        return
     platform = mesh.devices.flat[0].platform
     joined = join({"gpu": "cuda"}.get(platform, platform))
     if joined.why_not:
-        return joined.why_not
+        yield joined.why_not
+        return
     hosts = np.vectorize(lambda device: joined.hosts[device.process_index])(mesh.devices)
     along = _moved_last(mesh, parallel.shard_axes, hosts)
     if any(len(set(group)) > 1 for group in along):
-        return f"devices of several hosts along {', '.join(parallel.shard_axes)}"
-    return ""
+        yield f"devices of several hosts along {', '.join(parallel.shard_axes)}"
+        return
+    why, speed = _tried_copies(mesh, parallel.shard_axes)
+    if why or (speed < _SLOWEST_LINK and not is_asked_for):
+        yield why or f"{speed:.0f} GB/s between processes, less than {_SLOWEST_LINK}"
+
+
+@functools.cache
+def _tried_copies(mesh: Any, axes: Axes) -> tuple[str, float]:
+    """Why copies along axes fail, and the GB/s that the slowest process sends from a device."""
+
+    def attempt() -> tuple[str, float]:
+        groups, spec = _groups_along(mesh, axes), jax.sharding.PartitionSpec(axes)
+        shard = 2**16 if mesh.devices.flat[0].platform == "cpu" else 2**25  # bytes
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        shape = (shard * len(groups[0]),)
+        gather = functools.partial(copies.gather, dim=0, groups=groups, to="varying")
+        copy = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=spec))
+        times = []
+        try:
+            x = jax.jit(lambda: jnp.zeros(shape, jnp.int8), out_shardings=sharding)()
+            for _ in range(4):
+                jax.block_until_ready(x)
+                begin = time.perf_counter()
+                jax.block_until_ready(copy(x))
+                times.append(time.perf_counter() - begin)
+        except jax.errors.JaxRuntimeError as error:
+            return f"copies between processes fail: {error}", 0.0
+        return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
+
+    # In a thread of its own: the caller may be inside of jit, or under another mesh.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(attempt).result()
+    said = say_to_all(f"copies/{next(_TRIED)}", found)
+    return next((why for why, _ in said.values() if why), ""), min(x for _, x in said.values())
 
 
 def _why_links_are_slow(devices: Sequence[Any]) -> str:
@@ -190,8 +227,13 @@ def _why_links_are_slow(devices: Sequence[Any]) -> str:
 
 def _is_here(device: Any) -> bool:
     """Whether a device belongs to this process."""
+    return _exists(device) and device.process_index == jax.process_index()
+
+
+def _exists(device: Any) -> bool:
+    """Whether a process of this run has a device; programs are compiled for others, too."""
     try:
-        return device in jax.local_devices(backend=device.platform)
+        return device in jax.devices(device.platform)
     except RuntimeError:  # JAX has no such platform here
         return False
 

@@ -133,6 +133,14 @@ def test_processes_end_wherever_one_dies(tmp_path, seed):
     check_kill(tmp_path, seed, count=4)
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("seed", range(2))
+def test_processes_with_gpus_end_wherever_one_dies(tmp_path, seed):
+    if len(jax.devices("gpu")) < 4:
+        pytest.skip("needs four GPUs")
+    check_kill(tmp_path, seed, count=4 - 2 * seed, platform="gpu")
+
+
 def test_a_failure_is_told_to_other_processes():
     port = free_port()
     running = [

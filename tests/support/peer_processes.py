@@ -61,6 +61,8 @@ if saved := jda.checkpoint_steps(folder):
     first = saved[-1]
     state = jda.restore(folder, jda.TrainState.shapes(params, tx), tx, step=first)
     print("restored", first, flush=True)
+if index > 0:  # processes may have traced other programs, too
+    step.lower(state, jda.shard_batch(np.zeros((32 // count, 32), np.float32), tx))
 with jda.Checkpointer(folder, tx, every=4, keep=2) as checkpointer:
     for i in range(first + 1, steps + 1):
         state, metrics = jax.block_until_ready(step(state, batch_of(i)))
