@@ -92,6 +92,12 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def meet(name: str) -> None:
+    """Waits for all devices of all processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
 def of_first(value: float) -> float:
     """The first process's value, on all processes."""
     if jax.process_count() == 1:

@@ -186,6 +186,7 @@ class Group:
             states[name] = self._trace(name, states[name], data, traced_steps)
 
     def _turn(self, name, state, data, steps):
+        processes.meet(name)
         start = time.perf_counter()
         for _ in range(steps):
             state, loss = self.variants[name].step(state, data[name])

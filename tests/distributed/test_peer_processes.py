@@ -18,7 +18,7 @@ from support.free_port import free_port
 from support.paths import TESTS, environment
 
 SCRIPT = TESTS / "support" / "peer_processes.py"
-STRATEGIES = ["optim", "optim_grads_params"]
+STRATEGIES = ["optim", "optim_grads_params", "replicas"]
 
 
 def skip_if_forbidden(said):
@@ -76,7 +76,7 @@ def check_processes(tmp_path, platform, strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", [STRATEGIES[0], pytest.param(STRATEGIES[1], marks=pytest.mark.slow)]
+    "strategy", [STRATEGIES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in STRATEGIES[1:])]
 )
 def test_processes_that_copy_give_the_bits_of_one(tmp_path, strategy):
     check_processes(tmp_path, "cpu", strategy)

@@ -44,12 +44,15 @@ def batch_of(i):
     return jda.shard_batch(batch[rows * index : rows * (index + 1)], tx)
 
 
-mesh = jax.make_mesh((4,), ("data",), devices=jax.devices(platform))
+axes = {"replica": 2, "data": 2} if strategy == "replicas" else {"data": 4}  # XLA sums replicas
+mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices(platform))
 tx = jda.distributed(
     jda.fused_adamw(1e-2, b1=0.8, b2=0.99, weight_decay=0.1),
     mesh=mesh,
     policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32"),
-    sharding_strategy=strategy,
+    sharding_strategy="optim" if strategy == "replicas" else strategy,
+    shard_axis="data",
+    replica_axis="replica" if strategy == "replicas" else None,
     communication=communication,
 )
 print("over", tx.config.communication, flush=True)
