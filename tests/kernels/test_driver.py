@@ -16,6 +16,7 @@ EXACTLY = ["-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
 KERNELS = {
     "driver.cc": ("adam", "quantized", "squares", "norm", "sum", "parts"),
     "copies.cc": (),
+    "processes.cc": (),
 }
 FEW = ("--one-in", "31")  # of the many cases of Adam and of sums, which take most of the time
 """A prime, so that those chosen have every value of every loop."""
@@ -77,12 +78,22 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean_of_copies(tmp_path
 
 
 @pytest.mark.slow
-def test_copies_of_devices_have_no_data_race(tmp_path):
-    """Executions that take turns, devices that fail, leave or do not come, forks and the end."""
-    copies = build_with_sanitizer(tmp_path / "copies", "thread", "copies.cc")
+@pytest.mark.parametrize("main", ["copies.cc", "processes.cc"])
+def test_copies_have_no_data_race(tmp_path, main):
+    """Of devices: executions that take turns, some that fail, leave or do not come, and the end.
+
+    Of processes: starts on their way, others than those of other processes, deaths and messages
+    that are none.
+    """
+    copies = build_with_sanitizer(tmp_path / "copies", "thread", main)
     run_to_success(copies)
     done, output = run([copies, "--plant"], env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
     assert done.returncode != 0 and "data race" in output, output
+
+
+@pytest.mark.slow
+def test_address_and_undefined_behaviour_sanitizers_are_clean_of_processes(tmp_path):
+    run_to_success(build_with_sanitizer(tmp_path / "p", "address,undefined", "processes.cc"))
 
 
 def nvcc():

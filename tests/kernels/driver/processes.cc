@@ -1,0 +1,229 @@
+// Copies between processes (cuda/processes.h), each of which is here an object with its own board.
+//
+//   cd cuda
+//   g++ -std=c++17 -O1 -g -fsanitize=thread -I. ../tests/kernels/driver/processes.cc -pthread
+//       -o /tmp/processes
+//   /tmp/processes
+//
+// tests/kernels/test_driver.py does so. With --plant a device says that it has sent its parts
+// before it does: that must be seen.
+
+#include "processes.h"
+
+#include <cstdio>
+#include <functional>
+#include <thread>
+
+namespace jdistadam {
+namespace {
+
+using std::chrono::seconds;
+using Board = CopyBoard<char>;
+
+constexpr int kDevices = 2;  // of a process
+std::atomic<int> failures{0};
+bool planted = false;
+
+void Expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::printf("FAIL %s\n", what.c_str());
+  ++failures;
+}
+
+bool Has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// All processes have the same memory.
+class Backend {
+ public:
+  Board& board() { return board_; }
+  void Use(const std::vector<int>&) {}
+  template <typename Peers>
+  std::string Show(const Peers&, const std::vector<CopyArray>&) {
+    return "";
+  }
+  CopyAddress AddressOf(const char* pointer) { return {0, uint64_t(pointer)}; }
+  char* Reach(CopyPeer&, const CopyAddress& at) { return reinterpret_cast<char*>(at.offset); }
+  std::string Learn(CopyPeer&, CopyMessage, MessageReader&) { return "memory"; }
+  void PutExtra(MessageWriter*, const char&) {}
+  bool GetExtra(CopyPeer&, MessageReader*, char*) { return true; }
+
+  void Launch(const Board::JobPointer& job) {
+    for (int from = 0; from < job->count(); ++from) {
+      if (!job->IsHere(from)) continue;
+      if (planted) job->HasIssued(from);
+      for (int to = 0; to < job->count(); ++to)
+        job->ForPieces(from, to, [](const CopyPiece& x) { std::memcpy(x.to, x.from, x.run); });
+      if (!planted) job->HasIssued(from);
+    }
+  }
+
+ private:
+  Board board_;
+};
+
+// Processes with sockets between every two. One that is not joined has sockets alone.
+struct Run {
+  explicit Run(int count, int num_joined) : processes(num_joined), sockets(count) {
+    for (int i = 0; i < count; ++i)
+      for (int k = i + 1; k < count; ++k) {
+        int pair[2];
+        Expect(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0, "no sockets");
+        sockets[i][k] = pair[0], sockets[k][i] = pair[1];
+      }
+    for (int i = 0; i < count * kDevices; ++i) numbers.push_back(kOfProcesses + i);
+    for (int i = 0; i < num_joined; ++i) {
+      JoinedProcesses joined{{}, {}, 1e6};
+      for (int d = 0; d < count * kDevices; ++d)
+        joined.devices.push_back({kOfProcesses + d, d / kDevices, d % kDevices});
+      for (const auto& [k, fd] : sockets[i]) joined.sockets.push_back({k, fd, pid_t(1000 + k)});
+      processes[i].Join(i, joined);
+    }
+  }
+  ~Run() {
+    for (auto& process : processes) process.Stop();
+  }
+
+  std::vector<CopyProcesses<Board, Backend>> processes;
+  std::vector<std::map<int, int>> sockets;  // by process and the other one
+  std::vector<int64_t> numbers;
+};
+
+// A device of a process, as the handlers use it.
+class Device {
+ public:
+  Device(Run* run, int place)
+      : process_(run->processes[place / kDevices]),
+        clique_(process_.CliqueOf(run->numbers)),
+        place_(place) {}
+
+  // Sends part i of `source` to device i. Returns why it cannot.
+  std::string Start(int64_t execution, std::vector<char>* source, std::vector<char>* target) {
+    const int count = int(clique_->devices.size());
+    who_ = {clique_->run, process_.CountStart(*clique_, place_, execution), count, place_, clique_};
+    const std::vector<CopyArray> arrays{
+        {source->data(), target->data(), 1, source->size() / size_t(count), 0}};
+    std::string why = process_.Show(arrays);
+    bool is_last = false;
+    const auto start = [&] {
+      return process_.backend().board().Start(who_, false, {arrays, 0}, &is_last, &why);
+    };
+    const auto job = process_.Post(who_, start, &why);
+    if (job != nullptr && is_last) process_.backend().Launch(job);
+    return why;
+  }
+
+  std::string Wait(std::vector<char>* target) {
+    std::string why;
+    const auto job = process_.backend().board().Finish(who_, target->data(), &why);
+    if (job == nullptr) return why;
+    why = job->WaitUntilIssued(seconds(60));
+    if (why.empty()) process_.HasWaited(job);
+    return why.empty() ? why : Leave(why);
+  }
+
+  std::string Leave(std::string why) {
+    for (const auto& job : process_.backend().board().Leave(who_, nullptr, &why))
+      job->WaitUntilSettled();
+    return why;
+  }
+
+ private:
+  CopyProcesses<Board, Backend>& process_;
+  const CopyClique* clique_;
+  const int place_;
+  CopyVisitor who_{};
+};
+
+void OnDevices(Run* run, const std::function<void(int, Device*)>& use) {
+  std::vector<std::thread> threads;
+  for (int place = 0; place < int(run->processes.size()) * kDevices; ++place)
+    threads.emplace_back([&use, run, place] {
+      Device device(run, place);
+      use(place, &device);
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+void TestExecutions() {
+  Run run(3, 3);
+  const int n = 3 * kDevices, part = 1 << 12;
+  OnDevices(&run, [&](int me, Device* device) {
+    std::vector<char> sources[2], targets[2];
+    for (int k : {0, 1}) sources[k].resize(n * part), targets[k].resize((n - 1) * part);
+    for (int i = 0; i < 40; ++i) {
+      const auto tag = [i](int k, int place) { return char(20 * (i % 5) + 10 * k + place); };
+      for (int k : {0, 1}) {  // two are on their way
+        std::fill(sources[k].begin(), sources[k].end(), tag(k, me));
+        const std::string why = device->Start(i, &sources[k], &targets[k]);
+        Expect(why.empty(), "a start failed: " + why);
+      }
+      for (int k : {0, 1}) {
+        const std::string why = device->Wait(&targets[k]);
+        Expect(why.empty(), "a wait failed: " + why);
+        for (int p = 0; p < n - 1; ++p)
+          Expect(targets[k][p * part + part - 1] == tag(k, p < me ? p : p + 1), "another's part");
+      }
+    }
+  });
+}
+
+// All processes know at once if the starts of one are others: their size, or their place in an
+// execution, after one process has given its execution up.
+void TestOtherStarts(bool gives_up) {
+  Run run(2, 2);
+  std::atomic<int> num_failed{0};
+  OnDevices(&run, [&](int me, Device* device) {
+    const bool is_other = me < kDevices;
+    const size_t size = 1024 * (is_other && !gives_up ? 8 : 4);
+    std::vector<std::vector<char>> memory(6, std::vector<char>(size));
+    std::string why = device->Start(1, &memory[0], &memory[1]);
+    if (why.empty()) why = device->Wait(&memory[1]);
+    if (gives_up) Expect(why.empty(), why);
+    if (why.empty()) why = device->Start(is_other ? 2 : 1, &memory[2], &memory[3]);
+    if (why.empty()) why = device->Wait(&memory[3]);
+    if (Has(why, "not those of the other devices")) ++num_failed;
+  });
+  Expect(num_failed == 2 * kDevices, "starts that differ were not seen by all");
+}
+
+// What happens to devices that wait for a process, after act(its socket to this one).
+void TestBroken(const char* expected, const std::function<void(int)>& act) {
+  Run run(2, 1);
+  OnDevices(&run, [&](int me, Device* device) {
+    std::vector<char> source(4096), target(3072);
+    std::string why = device->Start(1, &source, &target);
+    if (me == 0) act(run.sockets[1][0]);
+    if (why.empty()) why = device->Wait(&target);
+    Expect(Has(why, expected), why);
+  });
+}
+
+void Send(int fd, CopyMessage kind, const std::string& body) {
+  CopyPeer peer(fd, 0, 0);
+  Expect(!peer.Send(kind, body), "a message is left");
+}
+
+}  // namespace
+}  // namespace jdistadam
+
+int main(int argc, char** argv) {
+  using namespace jdistadam;
+  planted = argc > 1 && std::string(argv[1]) == "--plant";
+  TestExecutions();
+  TestOtherStarts(false);
+  TestOtherStarts(true);
+  TestBroken("process 1 (pid 1001) has died", [](int fd) { close(fd); });
+  TestBroken("has sent a message of an unknown kind",
+             [](int fd) { Send(fd, CopyMessage(77), "something"); });
+  TestBroken("has sent a message of a wrong size",
+             [](int fd) { Send(fd, CopyMessage::kFailed, "short"); });
+  TestBroken("has sent copies of devices that are not its own", [](int fd) {
+    const std::vector<int64_t> numbers{kOfProcesses, kOfProcesses + 1};
+    Send(fd, CopyMessage::kPost, MessageWriter().PutAll(numbers).Put(0).bytes);
+  });
+  std::printf(failures == 0 ? "SUCCESS\n" : "%d FAILURES\n", failures.load());
+  std::fflush(stdout);
+  _exit(failures == 0 ? 0 : 1);  // threads that would end a process after another's death sleep
+}
