@@ -266,6 +266,26 @@ def every_strategy() -> str:
     return markdown.table(("", "by copies", "over XLA", "temporary memory"), table)
 
 
+PROCESSES = (  # variant, its name
+    ("floor", "forward and backward pass alone"),
+    ("optim+float32sum", '"optim"'),
+    (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks whole"),
+    ("annotated_zero1+first_dim", "ZeRO-1 by annotations"),
+    ("annotated_fsdp+first_dim", "FSDP by annotations"),
+)
+
+
+def processes() -> str:
+    """One line for each kind of step in four processes, a GPU each; a column for each workload."""
+    columns = (("four_processes_again", "unrolled-8"), ("four_processes_1_sequence", "unrolled-1"))
+    found = [group_rows(f"bench_step/h100_x4/{record}", group) for record, group in columns]
+    table = [
+        (name, *(f"{rows[variant]['ms']:.1f}" if variant in rows else "-" for rows in found))
+        for variant, name in PROCESSES
+    ]
+    return markdown.table(("", "8 sequences, ms", "1 sequence, ms"), table)
+
+
 def wrappers() -> str:
     """One line for each wrapper of bench_wrappers.json; a column for each way to call it."""
     rows = {row["name"]: row for row in _results("bench_wrappers/h100/default")["rows"]}

@@ -307,6 +307,7 @@ TABLES = {
     "sharded_state": speed_tables.sharded_state,
     "copies": speed_tables.copies,
     "every_strategy": speed_tables.every_strategy,
+    "processes": speed_tables.processes,
     "wrappers": speed_tables.wrappers,
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,
