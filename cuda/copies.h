@@ -263,6 +263,10 @@ class CopyBoard {
   JobPointer StartElsewhere(const CopyVisitor& who, int64_t visit, bool is_gather,
                             typename Job::Post post, bool* is_last, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto failed = failures_.find(who.run); failed != failures_.end()) {
+      *why = failed->second;
+      return nullptr;
+    }
     return PostLocked(who, visit, is_gather, std::move(post), is_last, why);
   }
 

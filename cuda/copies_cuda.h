@@ -78,7 +78,7 @@ class PooledEvent {
 // alone: the driver crashes if another one, of whichever process, waits for it. So devices of this
 // process wait for others, and of another process each of them has opened its own.
 struct CopyEvents {
-  PooledEvent ready, sent, kept;  // kept: the part for itself
+  PooledEvent ready, sent, kept;          // kept: the part for itself
   PooledEvent ready_shared, sent_shared;  // the same moments, for other processes if there are any
   std::map<int32_t, std::pair<cudaEvent_t, cudaEvent_t>> opened;  // of another process, by device
 

@@ -380,10 +380,15 @@ class CopyProcesses {
       }
     }
     job->tell = [this, job = job.get()](int me, const std::string& why) {
-      MessageWriter body;
-      body.Put(job->run).Put(job->visit).Put(me).PutText(why);
-      TellAll(*job->clique, CopyMessage::kIssued, body.bytes);
+      TellIssued(*job->clique, job->visit, me, why);
     };
+  }
+
+  // A device has enqueued its copies, or has given up.
+  void TellIssued(const CopyClique& clique, int64_t visit, int me, const std::string& why) {
+    MessageWriter body;
+    body.Put(clique.run).Put(visit).Put(me).PutText(why);
+    TellAll(clique, CopyMessage::kIssued, body.bytes);
   }
 
   void ForgetIfDone(typename Records::iterator it) {
@@ -488,7 +493,11 @@ class CopyProcesses {
       const std::lock_guard<std::mutex> lock(posting_);
       job = backend_.board().StartElsewhere(who, visit, is_gather, std::move(post), &is_last, &why);
     }
-    if (job == nullptr) return "";
+    if (job == nullptr) {  // the other process may have heard of all starts, and wait for copies
+      for (int p = 0; p < who.count; ++p)
+        if (clique->processes[p] == kHere) TellIssued(*clique, visit, p, why);
+      return "";
+    }
     Remember(job);
     if (is_last) backend_.Launch(job);
     return "";

@@ -188,6 +188,6 @@ class _Store:
                 raise
         raise AgreementError(
             f"process {process}: did not connect for copies within {LIMIT_SECONDS} s: got no word, "
-            'expected distributed(..., communication="peer") in every process. '
+            "expected the same call of distributed in every process. "
             "Look into the log of that process: it has ended, or does something else."
         )

@@ -205,6 +205,34 @@ void Send(int fd, CopyMessage kind, const std::string& body) {
   Expect(!peer.Send(kind, body), "a message is left");
 }
 
+// A process that has heard of all starts waits for copies. One that has failed meanwhile says that
+// it makes none.
+void TestStartsAfterAFailure() {
+  Run run(2, 1);
+  const auto* clique = run.processes[0].CliqueOf(run.numbers);
+  run.processes[0].backend().board().Fail(clique->run, "broken");
+  std::vector<char> source(4096), target(3072);
+  MessageWriter post;
+  post.PutAll(run.numbers).Put(kDevices).Put(int64_t{0}).Put(int64_t{0}).Put(false);
+  post.Put(uint64_t{1}).Put(CopyAddress{0, uint64_t(source.data())});
+  post.Put(CopyAddress{0, uint64_t(target.data())}).Put(uint64_t{1}).Put(uint64_t{1024});
+  Send(run.sockets[1][0], CopyMessage::kPost, post.Put(uint64_t{0}).bytes);
+  CopyPeer peer(run.sockets[1][0], 0, 0);
+  std::set<int> given_up;
+  pollfd ready{peer.fd(), POLLIN, 0};
+  while (given_up.size() < kDevices && poll(&ready, 1, 10'000) > 0 &&
+         peer.Receive([&](CopyMessage kind, MessageReader& reader) -> std::string {
+           const auto of = reader.Get<int64_t>();
+           if (kind != CopyMessage::kIssued) return (void)reader.GetText(), "";
+           Expect(of == clique->run && reader.Get<int64_t>() == 0, "another start");
+           given_up.insert(reader.Get<int>());
+           Expect(reader.GetText() == "broken", "another reason");
+           return "";
+         })) {
+  }
+  Expect(given_up == std::set<int>{0, 1}, "a process does not say that it makes no copies");
+}
+
 }  // namespace
 }  // namespace jdistadam
 
@@ -214,6 +242,7 @@ int main(int argc, char** argv) {
   TestExecutions();
   TestOtherStarts(false);
   TestOtherStarts(true);
+  TestStartsAfterAFailure();
   TestBroken("process 1 (pid 1001) has died", [](int fd) { close(fd); });
   TestBroken("has sent a message of an unknown kind",
              [](int fd) { Send(fd, CopyMessage(77), "something"); });
