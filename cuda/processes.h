@@ -320,7 +320,7 @@ class CopyProcesses {
 
   // Python ends.
   void Stop() {
-    if (peers_.empty()) return;
+    if (peers_.empty() || is_stopped_) return;
     for (const auto& [process, peer] : peers_) peer->Send(CopyMessage::kBye, "");
     is_stopped_ = true;
     Wake();

@@ -205,6 +205,27 @@ void Send(int fd, CopyMessage kind, const std::string& body) {
   Expect(!peer.Send(kind, body), "a message is left");
 }
 
+// A process that ends, as programs do, has sent all that others wait for. Their next start fails.
+void TestTheEnd() {
+  Run run(2, 2);
+  const int n = 2 * kDevices;
+  std::vector<std::vector<char>> memory(2 * n, std::vector<char>(4096));
+  std::vector<Device> devices;
+  for (int me = 0; me < n; ++me) devices.emplace_back(&run, me);
+  for (int me = 0; me < n; ++me)
+    Expect(devices[me].Start(1, &memory[me], &memory[n + me]).empty(), "the end: no start");
+  for (int me = kDevices; me < n; ++me)
+    Expect(devices[me].Wait(&memory[n + me]).empty(), "the end: no copies");
+  run.processes[1].Stop();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the other one hears of it
+  for (int me = 0; me < kDevices; ++me) {
+    std::string why = devices[me].Wait(&memory[n + me]);
+    Expect(why.empty(), "after the end: " + why);
+    why = devices[me].Start(2, &memory[me], &memory[n + me]);
+    Expect(Has(why, "process 1 (pid 1001) has ended"), "after the end: a start: " + why);
+  }
+}
+
 // A process that has heard of all starts waits for copies. One that has failed meanwhile says that
 // it makes none.
 void TestStartsAfterAFailure() {
@@ -242,6 +263,7 @@ int main(int argc, char** argv) {
   TestExecutions();
   TestOtherStarts(false);
   TestOtherStarts(true);
+  TestTheEnd();
   TestStartsAfterAFailure();
   TestBroken("process 1 (pid 1001) has died", [](int fd) { close(fd); });
   TestBroken("has sent a message of an unknown kind",
