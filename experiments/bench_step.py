@@ -50,7 +50,7 @@ def arguments():
     add("--jobs", type=int, default=4, help="programs that are compiled at a time")
     add("--cache", help="folder that keeps compiled programs for the next run")
     add("--seconds", type=float, default=float("inf"), help="begin no batch of rows after so many")
-    add("--torch", action="store_true", help="time torch's FSDP2 too, before the others")
+    add("--torch", nargs="?", const="", help="time torch's FSDP2 too, first; names of variants")
     add("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs that are there")
     add("--compile-only", type=int, metavar="N", help="compile for N H200s, of which none need be")
     add("--revision", help="revision of the code to record; default: git's")
@@ -75,6 +75,7 @@ def run_torch(args, groups):
     script = pathlib.Path(__file__).parent / "step_bench" / "torch_fsdp2.py"
     command = [sys.executable, str(script), "--size", args.size or "gpt-1.3b"]
     command += ["--devices", str(args.devices), "--rounds", str(args.rounds), *workloads]
+    command += ["--variants", args.torch] if args.torch else []
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "torch.json"
         done = subprocess.run([*command, "--out", str(out)])
@@ -150,7 +151,7 @@ def main():
         if not processes.is_first():
             sys.stdout = open(os.devnull, "w")
     groups = rows.select(args.rows)
-    torch_rows = run_torch(args, groups) if args.torch else []
+    torch_rows = run_torch(args, groups) if args.torch is not None else []
     mesh, on_gpu, attention = make_mesh(args)
     name = args.size or ("gpt-1.3b" if on_gpu else "tiny")
     run = Run(args, mesh, name)

@@ -101,8 +101,11 @@ class Group:
         """Rows that fit into memory together, each batch with the floor; ``limit``: bytes."""
         held = {name: self.records[name]["argument_bytes"] for name in self.variants}
         most = max(self.records[name]["temporary_bytes"] for name in self.variants)
-        # The float32 values from which a state is made, and a copy of them.
-        fixed = most + 8 * next(iter(self.records.values()))["parameters"]
+        # The float32 values from which a state is made, and a copy of them: whole ones, unless all
+        # states are made of shards.
+        shards = all("fsdp" in x or "optim_grads_params" in x for x in [*self.variants][1:])
+        parameters = next(iter(self.records.values()))["parameters"]
+        fixed = most + 8 * parameters / (self.mesh.size if shards else 1)
         first, *others = self.variants
         always, others = ([], [first, *others]) if self.rows[0].is_alone else ([first], others)
         batches = [[*always]]

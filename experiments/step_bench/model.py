@@ -29,6 +29,7 @@ class Size:
 
 SIZES = {
     "gpt-1.3b": Size(layers=24, width=2048, heads=16, vocabulary=50304, length=1024),
+    "gpt-6.7b": Size(layers=32, width=4096, heads=32, vocabulary=50304, length=1024),
     "gpt2-small": Size(layers=12, width=768, heads=12, vocabulary=50304, length=1024),
     "gpt2-large": Size(layers=36, width=1280, heads=20, vocabulary=50304, length=1024),
     "gpt-0.3b": Size(layers=24, width=1024, heads=16, vocabulary=50304, length=1024),
@@ -84,15 +85,20 @@ def layers_of(path):
 
 
 def draw(tree, sharding, scale=0.02):
-    """Random values for these shapes: normal, and ones for the scales of the norms."""
+    """Random values for these shapes: normal, and ones for the scales of the norms.
+
+    ``sharding``: one for all leaves, or a tree of them. It does not change the values.
+    """
     keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(tree)))
     keys = iter(keys)
+    if isinstance(sharding, jax.sharding.Sharding):
+        sharding = jax.tree.map(lambda _: sharding, tree)
 
-    def leaf(path, x):
+    def leaf(path, x, of_leaf):
         key, is_scale = next(keys), path[-1].key in ("ln1", "ln2", "norm")
-        return _leaf(key, x.shape, is_scale, scale, sharding)
+        return _leaf(key, x.shape, is_scale, scale, of_leaf)
 
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    return jax.tree_util.tree_map_with_path(leaf, tree, sharding)
 
 
 def _leaf(key, shape, is_scale, scale, sharding):

@@ -25,6 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from step_bench.model import SIZES, Workload
 
 STEPS = 4
+VARIANTS = "torch_floor,torch_fsdp2,torch_fsdp2+reshard"
+"""The floor first. "symmetric": in symmetric memory of NCCL; "clip": clips the norm."""
+MAX_NORM = 0.1  # below any gradient's, as in variants.py
 
 
 class Norm(nn.Module):
@@ -92,18 +95,24 @@ def floor(size, workload, batch):
     return step
 
 
-def fsdp2(size, workload, batch, reshards):
+def fsdp2(size, workload, batch, modifiers):
     """Float32 parameters sharded; bfloat16 ones gathered, and kept or not for the backward pass."""
+    reshards = "reshard" in modifiers
     model = make_model(size, workload, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=policy, reshard_after_forward=reshards)
+        if "symmetric" in modifiers:
+            module.set_force_sum_reduction_for_comms(True)  # averages do not go through it
+            module.set_symm_mem_for_comm()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step():
         for i, tokens in enumerate(batch):
             model.set_requires_gradient_sync(i == len(batch) - 1)
             (model(tokens) / len(batch)).backward()
+        if "clip" in modifiers:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -120,20 +129,25 @@ def seconds(step, steps):
     return (time.perf_counter() - start) / steps
 
 
-def measure(size, name, rounds):
-    """Records of one workload: the floor, FSDP2 with kept gathered parameters, and without."""
+def measure(size, name, variants, rounds):
+    """Records of one workload."""
     workload = Workload.parse(name)
     shape = (workload.accumulate_steps, workload.sequences, size.length + 1)
     torch.manual_seed(dist.get_rank())
     batch = torch.randint(0, size.vocabulary, shape, device="cuda")
-    steps = {
-        "torch_floor": floor(size, workload, batch),
-        "torch_fsdp2": fsdp2(size, workload, batch, reshards=False),
-        "torch_fsdp2+reshard": fsdp2(size, workload, batch, reshards=True),
-    }
+    steps = {}
+    for variant in variants:
+        kind, *modifiers = variant.split("+")
+        try:
+            if kind == "torch_floor":
+                step = floor(size, workload, batch)
+            else:
+                step = fsdp2(size, workload, batch, modifiers)
+            seconds(step, 3)  # compiles
+            steps[variant] = step
+        except (AttributeError, RuntimeError) as error:  # an older torch; too little memory
+            print(f"  FAILED {variant}: {error}", flush=True)
     times = {variant: [] for variant in steps}
-    for step in steps.values():
-        seconds(step, 3)  # compiles
     for i in range(rounds):
         for variant in list(steps)[:: (-1) ** i]:
             times[variant].append(1e3 * seconds(steps[variant], STEPS))
@@ -162,7 +176,7 @@ def one_process(rank, count, args):
     for name in args.workloads:
         # torch has no scan over layers
         if name.startswith("unrolled"):
-            found += measure(SIZES[args.size], name, args.rounds)
+            found += measure(SIZES[args.size], name, args.variants.split(","), args.rounds)
             torch.cuda.empty_cache()
     if rank == 0:
         args.out.write_text(json.dumps(found))
@@ -173,6 +187,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", help="such as unrolled-8")
     parser.add_argument("--size", choices=SIZES, default="gpt-1.3b")
+    parser.add_argument("--variants", default=VARIANTS, help="the floor and others, by commas")
     parser.add_argument("--devices", type=int, default=0, help="0: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=29531)

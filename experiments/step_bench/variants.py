@@ -63,7 +63,11 @@ class Setting:
         return jax.device_put(tokens.reshape(self.rows, -1), self.by_device)
 
     def draw(self):
-        return models.draw(self.shapes, self.replicated)
+        """Float32 parameters, sharded: whole ones of a large model would fill a device."""
+        specs = shard_specs(self.shapes, self.mesh.size)
+        return models.draw(
+            self.shapes, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        )
 
 
 class Floor:
@@ -100,7 +104,7 @@ class Floor:
         return self._jitted.lower(params, self.setting.batch_shape())
 
     def start(self, params):
-        return bfloat16(params)
+        return jax.device_put(bfloat16(params), self.setting.replicated)
 
     def loss_and_grads(self, params, batch):
         """Both with a leading dimension of devices."""
