@@ -268,10 +268,11 @@ def test_a_program_that_fell_back_fails_the_audit(cpu_mesh):
 class Gpu:
     """A GPU as far as the choice of the means looks at it."""
 
-    platform, process_index = "gpu", 0
+    platform = "gpu"
 
-    def __init__(self, number):
+    def __init__(self, number, process_index=0):
         self.id = self.local_hardware_id = number
+        self.process_index = process_index
 
 
 @pytest.fixture
@@ -281,6 +282,7 @@ def gpus(monkeypatch):
     from jdistadam.kernels import native
 
     found = [Gpu(i) for i in range(4)]
+    monkeypatch.setattr(communication.jax, "devices", lambda backend=None: found)
     monkeypatch.setattr(communication.jax, "local_devices", lambda backend=None: found)
     monkeypatch.setattr(native, "reachable_peers", lambda: lambda a, b: a == b or a + b != 5)
     monkeypatch.setattr(native, "link_speed", lambda a, b: 340.2)
@@ -319,6 +321,54 @@ def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
     assert chosen("peer", elsewhere).is_peer  # to be compiled alone
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     assert "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async" in chosen("auto", gpus[:2]).why_not_peer
+
+
+def test_processes_copy_if_it_works_fast_enough_within_hosts(gpus, monkeypatch):
+    from jdistadam.distributed import communication
+    from jdistadam.kernels.processes import Joined
+
+    gpus[:] = [Gpu(i, process_index=i // 2) for i in range(4)]
+    hosts, tried = {0: "a", 1: "a"}, ["", 300.0]
+    monkeypatch.setattr(communication, "join", lambda platform: Joined(hosts, ""))
+    monkeypatch.setattr(communication, "_tried_copies", lambda mesh, axes: tuple(tried))
+    monkeypatch.setattr(communication, "_moved_last", lambda mesh, axes, values: [list(values)])
+    assert str(chosen("auto", gpus)) == str(chosen("peer", gpus)) == "peer"
+    tried[1] = 20.0
+    assert chosen("auto", gpus).why_not_peer == "20 GB/s between processes, less than 60"
+    assert chosen("peer", gpus).is_peer
+    tried[:] = "no memory", 0.0
+    assert chosen("auto", gpus).why_not_peer == "no memory"
+    hosts[1] = "b"
+    assert chosen("auto", gpus).why_not_peer == "devices of several hosts along data"
+    with pytest.raises(jda.PolicyError, match="devices of several hosts"):
+        chosen("peer", gpus)
+    monkeypatch.setattr(communication.jax, "process_count", lambda: 3)
+    assert chosen("auto", gpus).why_not_peer == "devices of some of the processes"
+    elsewhere = [Gpu(8), Gpu(9, process_index=1)]
+    assert chosen("auto", elsewhere).why_not_peer == "devices that no process has"
+
+
+def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
+    from jdistadam.distributed import communication
+    from jdistadam.kernels import native
+
+    assert native.status("cpu").available
+    said = {1: ["", 1e-6]}
+    monkeypatch.setattr(communication, "say_to_all", lambda name, found: said | {0: found})
+    communication._tried_copies.cache_clear()
+    assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("", 1e-6)
+    said[1][0] = "no memory"
+    assert communication._tried_copies(cpu_mesh(2), ("data",)) == ("no memory", 1e-6)
+    said[1][0] = ""
+    monkeypatch.setattr(communication.copies, "gather", failing)
+    with jax.set_mesh(cpu_mesh(4)):  # it has its own
+        why, speed = communication._tried_copies(cpu_mesh(3), ("data",))
+    assert why == "copies between processes fail: broken" and speed == 0
+    communication._tried_copies.cache_clear()
+
+
+def failing(*args, **kwargs):
+    raise jax.errors.JaxRuntimeError("broken")
 
 
 def test_info_prints_the_matrix_of_peers(gpus, monkeypatch):
