@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from predict.kernel_bytes import kernel_bytes
 
 from jdistadam.tools import bench
+from step_bench.kernel_bytes import kernel_bytes
 from step_bench.rows import STRATEGIES
 from step_bench.variants import make_tx
 
