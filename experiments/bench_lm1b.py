@@ -4,7 +4,7 @@
     python experiments/bench_lm1b.py --code /tmp/flax/examples/lm1b --out runs/lm1b.json
 
 It runs the example's own model, train state, shardings and jitted train step, with the example's
-configuration and random tokens. "fused" has the changes of docs/real_code_bases.md: another
+configuration and random tokens. "fused" has the changes of docs/coming_from.md: another
 optimizer, and ``jda.flax.TrainState``. "fused, sharded" also cuts the state with
 ``jda.state_shardings``. TensorFlow, input pipelines and loggers are replaced by placeholders. All
 ways start with the same parameters and tokens, and are timed in turn; the losses of the first ten

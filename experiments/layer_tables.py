@@ -3,7 +3,6 @@
 import json
 import pathlib
 
-import precision
 from lm import markdown
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -12,63 +11,6 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def read(record):
     """The results of scanned_memory.py."""
     return json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
-
-
-def scan_runs() -> str:
-    """One line for each way to store the layers of a scanned model, trained on four GPUs."""
-    columns = (
-        "`sharding_strategy`",
-        "training loss at steps 10, 20, 30, 40",
-        "tokens/s",
-        "sent per device and step",
-        "params and state per device",
-        "peak memory per device",
-    )
-    table = []
-    for strategy in ("optim_grads", "optim_grads_params"):
-        curves, r = precision.read(RESULTS / "train_lm/h200_x4/scan" / strategy)
-        cells = (
-            f'`"{strategy}"`',
-            ", ".join(f"{loss:.4f}" for loss in curves["train_loss"].values()),
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['bytes_sent_per_device'] / 1e9:,.2f} GB",
-            f"{r['state_bytes_per_device'] / 1e9:,.2f} GB",
-            f"{r['peak_bytes_per_device'] / 1e9:,.1f} GB",
-        )
-        table.append(cells)
-    return markdown.table(columns, table)
-
-
-def memory(record: str) -> str:
-    """One line for each way to store, gather and recompute the layers of a model."""
-    results = read(record)
-    columns = (
-        f"{results['parameters'] / 1e9:.2f}e9 parameters",
-        "`sharding_strategy`",
-        "params, state and batch",
-        "temporary memory",
-        "elements gathered per step",
-        "gathers and reductions per layer",
-        "audit",
-    )
-    table = []
-    for row in results["rows"]:
-        is_ours = row["strategy"] != "annotations"
-        per_layer = (sent(row, op)["instructions"] / results["layers"] for op in OPS)
-        cells = (
-            row["name"].replace("recomputed", "rematerialized"),
-            f'`"{row["strategy"]}"`' if is_ours else "`optax.adamw`",
-            f"{row['arguments'] / 1e9:,.2f} GB",
-            f"{row['temporary'] / 1e9:,.2f} GB",
-            f"{sent(row, 'all-gather')['elements'] / 1e9:,.2f}e9",
-            ", ".join(f"{n:.1f}" for n in per_layer),
-            ("as planned" if row["passed"] else "NOT as planned") if is_ours else "-",
-        )
-        table.append(cells)
-    return markdown.table(columns, table)
-
-
-OPS = ("all-gather", "reduce-scatter")
 
 
 def sent(row, op, axes="data"):

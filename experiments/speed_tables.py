@@ -48,18 +48,6 @@ def low_precision_speed() -> str:
     return markdown.table(columns, table)
 
 
-def resnet_speed() -> str:
-    """One line for each program of bench_resnet.py."""
-    results = _results("bench_resnet/h200/default")
-    rows = [
-        (row["program"], f"{row['images_per_second']:,.0f}", f"{row['milliseconds']:.2f}",
-         f"{row['fastest']:.2f} to {row['slowest']:.2f}")
-        for row in results["rows"]
-    ]  # fmt: skip
-    columns = ("program", "images per second", "ms per step", "fastest to slowest round")
-    return markdown.table(columns, rows)
-
-
 SHARDED = (  # rows of records of two H100s, their names here
     ("floor", "forward and backward pass, no optimizer"),
     ("annotated_zero1", "annotations (ZeRO-1), largest dimension"),
@@ -323,42 +311,6 @@ def norms() -> str:
     return _of_options("norms", names)
 
 
-def host_memory() -> str:
-    """One line for each storage, size and memory of bench_host_memory.json."""
-    table = []
-    for row in _results("bench_host_memory/h100/default")["rows"]:
-        nbytes = (f"{row[x] / 1e9:.1f} GB" for x in ("state_bytes", "held_bytes", "peak_bytes"))
-        state, held, peak = nbytes
-        memory = row["memory"] + (", a single window" if "window" in row else "")
-        if "buffer_bytes" in row:
-            nbytes = row["buffer_bytes"]
-            memory += f", {nbytes / 1e9:.1f} GB of windows" if nbytes > 1 else ", three windows"
-        speed = f"{row['state_bytes'] / row['ms'] / 1e6:.0f} GB/s"
-        table.append(
-            (
-                f"{row['parameters'] / 1e9:.2f}e9",
-                row["storage"].replace("+", ", "),
-                memory,
-                f"{row['ms']:.1f}",
-                state,
-                "-" if row["memory"] == "device" else speed,
-                held,
-                peak,
-            )
-        )
-    columns = (
-        "parameters",
-        "storage",
-        "`state_memory`",
-        "ms",
-        "state",
-        "state / time",
-        "held on the device: params, gradients, state",
-        "peak on the device",
-    )
-    return markdown.table(columns, table)
-
-
 STORAGES = {  # modifiers of rows of bench_step.py
     "": "float32",
     "+remainder16": "remainder16, float32 moments",
@@ -419,21 +371,6 @@ def host_steps() -> str:
     return markdown.table(columns, table)
 
 
-def host_late() -> str:
-    """One line for each kind of step that differs from those of ``host_steps``."""
-    codes = "optim+remainder16+block8"
-    kinds = (
-        ("4 micro-batches of 8 sequences", "host_accumulated", "unrolled-8x4", codes),
-        ("8 sequences, clipped", "host_clipped", "unrolled-8", f"{codes}+clip"),
-        ("8 sequences, scan over layers", "host_late", "scanned-8", codes),
-    )
-    table = [
-        (name, *_memory_cells(in_memories(f"h100/{record}", group, row)))
-        for name, record, group, row in kinds
-    ]
-    return markdown.table(("training step", *IN_MEMORIES), table)
-
-
 LARGEST = {  # methods and their names
     "optax": "`optax.adamw`, float32 parameters and moments",
     "optax_host": "`optax.adamw`, float32, state moved by `jax.device_put`",
@@ -448,75 +385,24 @@ LARGEST_RUNS = ("default", "device", "edges", "host", "early")
 
 
 def largest_model() -> str:
-    """One line for each model and state of largest_model.py; a later record replaces a row."""
-    records = [_results(f"largest_model/h100/{x}") for x in LARGEST_RUNS]
-    rows = {row["name"]: row for record in records for row in record["rows"]}
-    results, table = records[0], []
-    for row in sorted(rows.values(), key=lambda row: row["parameters"]):
-        name = LARGEST[row["name"].partition("-")[0]]
-        parameters = f"{row['parameters'] / 1e9:.2f}e9"
-        if "seconds" not in row:
-            if "trying to allocate" in row["failed"]:  # other rows did not get that far
-                table.append((parameters, name, "does not fit", "-", "-", "-", "-", "-"))
-            continue
-        cells = (
-            parameters,
-            name,
-            f"{row['seconds']:.2f} ({min(row['rounds']):.2f} to {max(row['rounds']):.2f})",
-            f"{row['tokens_per_second']:,.0f}",
+    """One line for each kind of state of largest_model.py: the largest model that fits with it."""
+    largest = {}
+    for record in LARGEST_RUNS:
+        for row in _results(f"largest_model/h100/{record}")["rows"]:
+            kind = row["name"].partition("-")[0]
+            if "seconds" in row and row["parameters"] >= largest.get(kind, row)["parameters"]:
+                largest[kind] = row
+    table = [
+        (
+            LARGEST[kind],
+            f"{row['parameters'] / 1e9:.2f}e9",
+            f"{row['seconds']:.2f}",
             f"{row['peak_bytes'] / 1e9:.1f} GB",
             f"{row['host_bytes'] / 1e9:.1f} GB" if row["host_bytes"] else "-",
-            f"{row['start_seconds']:.0f}",
-            f"{row['first_step_seconds']:.0f}",
         )
-        table.append(cells)
-    columns = (
-        "parameters",
-        "state",
-        f"s per step of {results['sequences']} x 1024 tokens (fastest to slowest)",
-        "tokens/s",
-        "peak on the device",
-        "on the host",
-        "s to create the state",
-        "s of the first step, with compilation",
-    )
-    return markdown.table(columns, table)
-
-
-def early_updates() -> str:
-    """One line for each storage: bytes of compiled steps with and without early updates."""
-    rows = {x["name"]: x for x in _results("largest_model/h200/early_compiled")["rows"]}
-    table = []
-    for method in ("main", "codes"):
-        late, early = rows[f"{method}-20"], rows[f"{method}_early-20"]
-        numbers = late["argument_bytes"], late["temporary_bytes"], early["temporary_bytes"]
-        cells = (f"{x / 1e9:.1f} GB" for x in numbers)
-        table.append((f"{late['parameters'] / 1e9:.2f}e9", LARGEST[method], *cells))
-    columns = (
-        "parameters",
-        "state",
-        "parameters and state",
-        "temporary memory",
-        "temporary memory with early updates",
-    )
-    return markdown.table(columns, table)
-
-
-def early_times() -> str:
-    """One line for each kind of step, with and without early updates."""
-    runs = (
-        ("1", "h100/early", "unrolled-8", "8"),
-        ("1", "h100/early_accumulated", "unrolled-8x4", "4 micro-batches of 8"),
-        ("2", "h100_x2/early", "unrolled-8", "8"),
-    )
-    table = []
-    for gpus, record, group, sequences in runs:
-        rows = group_rows(f"bench_step/{record}", group)
-        for modifiers, name in STORAGES.items():
-            pair = [rows.get(f"optim{modifiers}{x}") for x in ("", "+early")]
-            if all(pair):
-                table.append((gpus, sequences, name, *_memory_cells(pair)))
-    columns = ("GPUs", "sequences per GPU", "storage", "ms", "ms with early updates")
+        for kind, row in sorted(largest.items(), key=lambda x: x[1]["parameters"])
+    ]
+    columns = ("state", "parameters", "s per step", "peak on the device", "on the host")
     return markdown.table(columns, table)
 
 
@@ -603,23 +489,3 @@ def _fastest(rows, base) -> str:
     text = f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})"
     text += f", {STRATEGY_NAMES[name.split('+')[0]]}"
     return text if row["ms"] == base else f"{text}: {100 * (base / row['ms'] - 1):+.1f} %"
-
-
-def gathered_once() -> str:
-    """One line for each workload and strategy of gathered_once.py, without more options."""
-    table = []
-    for row in _results("gathered_once/h200/default")["rows"]:
-        if row["options"]:
-            continue
-        sizes = [f"{row[name] / 1e6:.0f} MB" for name in ("arguments", "temporary", "peak")]
-        beside = f"{row['beside']} of {row['gathers']}"
-        table.append((row["workload"], row["strategy"], *sizes, beside))
-    columns = (
-        "workload",
-        "strategy",
-        "arguments",
-        "temporary memory",
-        "peak memory",
-        "overlapped gathers",
-    )
-    return markdown.table(columns, table)

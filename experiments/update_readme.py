@@ -10,7 +10,6 @@ import re
 import sys
 
 import layer_tables
-import low_precision
 import precision
 import speed_tables
 from lm import markdown
@@ -145,31 +144,6 @@ def _policy(row) -> str:
     return row["policy"].replace("wire", "communication")
 
 
-def plan_table() -> str:
-    """One line for each strategy and policy on eight devices: planned and compiled bytes."""
-    columns = (
-        "`sharding_strategy`",
-        "policy",
-        "held: plan / compiled program",
-        "temporary: bound / compiled program",
-        "sent",
-    )
-    table = []
-    for row in json.loads((RESULTS / "plan_against_compiler/h200/default.json").read_text())[
-        "results"
-    ]["rows"]:
-        if row["mesh"] == "8":
-            cells = (
-                f'`"{row["strategy"]}"`',
-                _policy(row),
-                f"{row['held_planned']:,} / {row['held_compiled']:,}",
-                f"{row['buffers_planned'] / 1e6:,.1f} / {row['temporary_compiled'] / 1e6:,.1f} MB",
-                f"{row['sent'] / 1e6:,.1f} MB",
-            )
-            table.append(cells)
-    return markdown.table(columns, table)
-
-
 def plan_memory_table() -> str:
     """One line for each strategy and policy on four GPUs: planned and counted bytes."""
     columns = (
@@ -270,24 +244,6 @@ def step_alone_table() -> str:
     return markdown.table(columns, table)
 
 
-def low_precision_table(record):
-    return low_precision.table(json.loads((RESULTS / f"low_precision/{record}.json").read_text()))
-
-
-def many_leaves_table():
-    """One line for each number of leaves of bench_leaves.py: processor time of first runs."""
-    run = json.loads((RESULTS / "bench_leaves/cpu/default.json").read_text())
-    rows = {(row["part"], row["leaves"]): row for row in run["results"]["rows"]}
-    columns = ("leaves", "`create`", "`jda.save`", "`jda.restore`", "orbax alone: save", "restore")
-    shown = [("distributed", name) for name in ("create", "save", "restore")]
-    shown += [("orbax", name) for name in ("save", "restore")]
-    table = []
-    for count in sorted({count for _, count in rows}):
-        seconds = (rows[part, count][f"{name}_cpu_seconds"][0] for part, name in shown)
-        table.append((f"{count:,}", *(f"{x:.1f} s" for x in seconds)))
-    return markdown.table(columns, table)
-
-
 TABLES = {
     "headline": speed_tables.headline,
     "step": step_table,
@@ -296,13 +252,8 @@ TABLES = {
     "kernel": kernel_table,
     "strategies": strategies_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
-    "low_precision": lambda: low_precision_table("cpu/default"),
-    "low_precision_gpt2": lambda: low_precision_table("h200/150_steps"),
     "low_precision_speed": speed_tables.low_precision_speed,
-    "resnet": speed_tables.resnet_speed,
-    "gathered_once": speed_tables.gathered_once,
     "sharded_steps": speed_tables.sharded_steps,
-    "many_leaves": many_leaves_table,
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
     "copies": speed_tables.copies,
@@ -311,19 +262,10 @@ TABLES = {
     "wrappers": speed_tables.wrappers,
     "norms": speed_tables.norms,
     "phases": speed_tables.phases,
-    "host_memory": speed_tables.host_memory,
     "host_steps": speed_tables.host_steps,
-    "host_late": speed_tables.host_late,
-    "early_updates": speed_tables.early_updates,
-    "early_times": speed_tables.early_times,
     "seeds": speed_tables.seeds,
     "largest_model": speed_tables.largest_model,
-    "plan": plan_table,
     "plan_memory": plan_memory_table,
-    "scan_runs": layer_tables.scan_runs,
-    "scanned": lambda: layer_tables.memory("default"),
-    "unrolled": lambda: layer_tables.memory("unrolled"),
-    "gpt2_xl": lambda: layer_tables.memory("gpt2_xl"),
     "layers": layer_tables.gathered_when,
 }
 

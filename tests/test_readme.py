@@ -31,9 +31,8 @@ for page, examples in json.load(sys.stdin):
     os.chdir("..")
 """
 
-RARE = ["docs/layouts.md", "docs/reshard_after_forward.md"]
-WITH_EXAMPLES = [name for name, found in EXAMPLES.items() if found and name not in RARE]
-GROUPS = [WITH_EXAMPLES[::2], WITH_EXAMPLES[1::2], pytest.param(RARE, marks=pytest.mark.slow)]
+WITH_EXAMPLES = [name for name, found in EXAMPLES.items() if found]
+GROUPS = [WITH_EXAMPLES[::2], WITH_EXAMPLES[1::2]]
 
 
 @pytest.mark.parametrize("pages", GROUPS, ids=" ".join)

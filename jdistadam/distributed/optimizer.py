@@ -120,7 +120,7 @@ def distributed(
         gathered one by one, again in the backward pass, and gradients are reduced in every
         micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
         whole gradients over its micro-batches, and reduces them once; devices still hold shards
-        between steps. States can be exchanged between the two. See docs/reshard_after_forward.md.
+        between steps. States can be exchanged between the two. See docs/gathering.md.
       reshard_after_backward: Under "optim_grads_params": a function of the path of a leaf, such as
         ``lambda path: "embed" not in path``. Where it is False, devices hold the whole leaf between
         steps, and gather it when it has been updated, concurrently with other updates. Choose what
@@ -159,7 +159,7 @@ def distributed(
         others. Under "optim_grads_params" with ``reshard_after_forward``, ``train_step`` and
         ``eval_step`` pass these leaves to ``loss_fn`` as shards. The model calls ``gather_params``
         in its scan, or for one block at a time, best inside of ``jax.checkpoint``; under other
-        strategies layers are already whole. See docs/scanned_layers.md.
+        strategies layers are already whole. See docs/gathering.md.
       ema_decay: Keeps a moving average :math:`e` of the exact parameters :math:`p` (main
         parameters, if any): :math:`e_0 = p_0`, then in every applied step
         :math:`e_t = d e_{t-1} + (1 - d) p_t` with :math:`d` = ``ema_decay``, between 0 and 1.
@@ -176,10 +176,10 @@ def distributed(
         ``step_with_norms`` returns them. See docs/recipes.md.
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
         host memory. A dict (``{"mu": "pinned_host"}``) chooses some of these arrays. The same bits,
-        but slower. See docs/host_memory.md.
+        but slower. See docs/out_of_memory.md.
       early_updates: Whether ``train_step`` updates each parameter, and frees its gradient, as soon
         as the gradient is known: the same bits. Not with ``max_grad_norm``, ``loss_scale`` or
-        ``norm_guard``. None: for a state in host memory without these. See docs/early_updates.md.
+        ``norm_guard``. None: for a state in host memory without these. See docs/out_of_memory.md.
 
     Returns:
       A ``DistributedTransformation``. Its ``step(grads, state, params)`` takes local gradients,

@@ -423,7 +423,7 @@ def _update_raises(grads: Grads, state: Any, params: Params = None, **extra: Any
         "in a jax.shard_map of your own. Use jda.chain in place of optax.chain, max_grad_norm to "
         "clip, accumulate_steps in place of MultiSteps, loss_scale in place of apply_if_finite. "
         "In Flax's TrainState, nnx.Optimizer or optax.chain use fused_adamw with a sharded state: "
-        "docs/sharded_state.md. If nothing stands around it: tx.unwrapped().update."
+        "docs/drop_in.md. If nothing stands around it: tx.unwrapped().update."
     )
 
 

@@ -142,7 +142,7 @@ def _constrained(params: Params, error: Exception) -> PolicyError:
         "expected constraints over the axes of a model alone. Leave the axis out of the "
         "constraint, or out of the rules of logical axes (nn.logical_axis_rules), pass params "
         "without such names (flax.linen.meta.unbox, nnx.to_pure_dict), or keep the annotations "
-        "and shard the state instead: docs/sharded_state.md."
+        "and shard the state instead: docs/drop_in.md."
     )
 
 
