@@ -27,8 +27,9 @@ class MixedPrecisionPolicy:
         parameters, wherever the parameters have another dtype or another sharding. "remainder16":
         for bfloat16 parameters, the low 16 bits of the main parameter. The parameter is the
         bfloat16 nearest to it, with ties away from zero (a cast rounds ties to even), and both
-        together determine its value. Other parameters have no main parameters. None: there are no
-        main parameters; parameters are rounded to their own dtype at every step.
+        together determine its value. float32 parameters have no main parameters; float16 ones
+        raise. None: there are no main parameters; parameters are rounded to their own dtype at
+        every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: The communication dtype of gradients: contributions are rounded to it once,
         then sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device

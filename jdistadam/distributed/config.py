@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import guards, memory, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.storage import check_main_dtype
 from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, mesh_axes
 from jdistadam.distributed.block_positions import check_cuts, whole_size
@@ -146,6 +147,8 @@ class DistributedConfig:
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
             leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))
+            if leaf.dtype == jnp.float16:
+                check_main_dtype(self.policy.main_params, leaf.path, leaf.dtype)
         _check_param_comm_dtype(self.policy, leaves)
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
