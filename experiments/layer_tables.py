@@ -13,13 +13,6 @@ def read(record):
     return json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
 
 
-def sent(row, op, axes="data"):
-    """How often a step runs this collective, and its number of elements."""
-    nothing = {"op": op, "instructions": 0, "elements": 0}
-    found = [c for c in row["collectives"] if c["op"] == op and c["axes"] == axes]
-    return found[0] if found else nothing
-
-
 LAYERS = {  # row: model, its gathers in the forward and in the backward pass, their size
     "scanned, layer by layer": (
         "scanned, `layers`, with `jax.checkpoint`",

@@ -15,72 +15,18 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import RESULTS, group_rows, of_host_runs
+from speed_tables import RESULTS, of_host_runs
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
 
 import jdistadam as jda
 
 GRAY, DARK, LIGHT, BLUE = "#c8c8c8", "#767676", "#8fbbe0", "#1f68a8"
-RECORDS = {  # sequences per GPU: record, group of rows
-    8: ("bench_step/h100_x2/default", "unrolled-8"),
-    1: ("bench_step/h100_x2/default", "unrolled-1"),
-}
-STEPS = {  # name in the picture: start of the names of its rows, color
-    "forward and backward pass\nalone": ("floor", GRAY),
-    "optax.adamw,\nZeRO-1 annotations": ("annotated_zero1", DARK),
-    "optax.adamw,\nFSDP annotations": ("annotated_fsdp", DARK),
-    "jdistadam over XLA": ("optim", LIGHT),
-    "jdistadam over\npeer memory": ("optim+float32sum", BLUE),
-}
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-
-
-def fastest(sequences, start):
-    """The fastest recorded row of this name, or of annotations whose name begins like this.
-
-    None if there is none.
-    """
-    rows = group_rows(*RECORDS[sequences])
-    if start.startswith("annotated"):
-        found = [x for name, x in rows.items() if name.startswith(start) and "+clip" not in name]
-        return min(found, key=lambda row: row["ms"], default=None)
-    return rows[start]
-
-
-def gain(sequences, start):
-    """Percent more tokens per second than the fastest annotations: by medians, least and most."""
-    base, ours = fastest(sequences, "annotated"), fastest(sequences, start)
-    pairs = (("ms", "ms"), ("ms_least", "ms_most"), ("ms_most", "ms_least"))
-    return tuple(100 * (base[a] / ours[b] - 1) for a, b in pairs)
 
 
 def _bare(axes):
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def whole_steps():
-    """Time of a whole step, from zero."""
-    figure, panels = plt.subplots(1, 2, figsize=(7, 2.9), sharey=True, layout="constrained")
-    for axes, sequences in zip(panels, RECORDS, strict=True):
-        found = {name: fastest(sequences, start) for name, (start, _) in STEPS.items()}
-        found = {name: row for name, row in found.items() if row}
-        times = [row["ms"] for row in found.values()]
-        ranges = [
-            [abs(x["ms"] - x[end]) for x in found.values()] for end in ("ms_least", "ms_most")
-        ]
-        colors = [STEPS[name][1] for name in found]
-        axes.barh(list(found), times, xerr=ranges, color=colors, error_kw=dict(capsize=2, lw=1))
-        for name, row in found.items():
-            at = dict(textcoords="offset points", va="center")
-            axes.annotate(f"{row['ms']:.1f}", (row["ms_most"], name), (4, 0), **at)
-        noun = "sequence" if sequences == 1 else "sequences"
-        axes.set(
-            title=f"{sequences} {noun} per GPU", xlabel="ms per step", xlim=(0, 1.2 * max(times))
-        )
-        _bare(axes)
-    axes.invert_yaxis()
-    return figure
 
 
 def host_steps():
@@ -100,31 +46,6 @@ def host_steps():
     axes.set(xlabel="ms per training step", xlim=(0, 490))
     axes.legend(frameon=False, loc="lower right", fontsize="small")
     axes.invert_yaxis()
-    _bare(axes)
-    return figure
-
-
-def gains():
-    """Tokens per second relative to the fastest annotations."""
-    figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
-    names = {"jdistadam over XLA": -0.2, "jdistadam over peer memory": 0.2}
-    for name, (start, color) in zip(names, list(STEPS.values())[-2:], strict=True):
-        values = [gain(sequences, start) for sequences in RECORDS]
-        for place, (middle, least, most) in enumerate(values):
-            at, ranges = place + names[name], [[middle - least], [most - middle]]
-            label = name if place == 0 else None
-            axes.bar(at, middle, 0.36, yerr=ranges, color=color, capsize=3, label=label)
-            end, shift = (most, 3) if middle > 0 else (least, -3)
-            side = "bottom" if middle > 0 else "top"
-            axes.annotate(
-                f"{middle:+.1f} %", (at, end), (0, shift), textcoords="offset points",
-                ha="center", va=side,
-            )  # fmt: skip
-    axes.axhline(0, color="black", lw=0.8)
-    axes.set_xticks(range(len(RECORDS)), [str(x) for x in RECORDS])
-    axes.set(xlabel="sequences per GPU", ylabel="tokens/s, % more than\nthe fastest annotations")
-    axes.margins(y=0.15)
-    axes.legend(frameon=False, loc="upper left")
     _bare(axes)
     return figure
 
@@ -383,8 +304,6 @@ def strategy_losses():
 
 
 PICTURES = {
-    "h100_x2/whole_steps": whole_steps,
-    "h100_x2/gains": gains,
     "cpu/strategy_bytes": strategy_bytes,
     "cpu/step_flow": step_flow,
     "cpu/step_timeline": step_timeline,

@@ -48,100 +48,10 @@ def low_precision_speed() -> str:
     return markdown.table(columns, table)
 
 
-SHARDED = (  # rows of records of two H100s, their names here
-    ("floor", "forward and backward pass, no optimizer"),
-    ("annotated_zero1", "annotations (ZeRO-1), largest dimension"),
-    ("annotated_zero1+first_dim", "annotations (ZeRO-1), first dimension"),
-    (
-        "annotated_zero1+first_dim+latency_hiding",
-        "annotations (ZeRO-1), first dimension, latency-hiding scheduler",
-    ),
-    (
-        "annotated_zero1+first_dim+latency_hiding+clip",
-        "annotations (ZeRO-1), first dimension, latency-hiding scheduler, clipped",
-    ),
-    ("optim+clip", '"optim", sums in bfloat16, over XLA, clipped'),
-    ("optim+float32sum+clip", '"optim", sums in float32, over peer memory, clipped'),
-    ("annotated_fsdp", "annotations (FSDP), largest dimension"),
-    ("annotated_fsdp+first_dim", "annotations (FSDP), first dimension"),
-    ("optim", '"optim", sums in bfloat16, over XLA'),
-    ("optim+float32sum", '"optim", sums in float32, over peer memory'),
-    ("optim_grads", '"optim_grads", sums in bfloat16, over XLA'),
-    ("optim_grads_params", '"optim_grads_params", layers gathered one by one, over XLA'),
-    (
-        "optim_grads_params+float32sum",
-        '"optim_grads_params", layers gathered one by one, sums in float32, over XLA',
-    ),
-    (
-        "optim_grads_params+block_by_block",
-        '"optim_grads_params", blocks gathered one by one, over XLA',
-    ),
-    ("torch_floor", "torch: forward and backward pass, no optimizer"),
-    ("torch_fsdp2", "torch: FSDP2 with fused AdamW"),
-)
-
-
 def group_rows(record, group) -> dict[str, dict]:
     """Rows of a record of bench_step.py for a workload such as "unrolled-8", by variant."""
     names = ((row, row["name"].split("/")) for row in _results(record)["rows"])
     return {name: row for row, (of, name) in names if of == group}
-
-
-def sharded_steps() -> str:
-    """One line for each way to shard a step on two H100s."""
-    records = (
-        ("8 sequences", "rivals", "unrolled-8"),
-        ("8 sequences, a second run", "profile", "unrolled-8"),
-        ("8 sequences, a third run", "clip", "unrolled-8"),
-        ("8 sequences, a fourth run", "default", "unrolled-8"),
-        ("1 sequence", "1_sequence", "unrolled-1"),
-        ("1 sequence, a second run", "default", "unrolled-1"),
-        ("4 micro-batches of 2 sequences", "4_micro_batches", "unrolled-2x4"),
-        ("8 sequences, `lax.scan` over layers", "scanned", "scanned-8"),
-    )
-    table = []
-    for workload, record, group in records:
-        found = group_rows(f"bench_step/h100_x2/{record}", group)
-        named = [(name, found.get(row)) for row, name in SHARDED]
-        table += [(workload, *_step_cells(name, row)) for name, row in named if row]
-    columns = (
-        "batch per GPU",
-        "training step",
-        "ms",
-        "fastest to slowest round",
-        "ratio to the floor",
-        "tokens/s",
-    )
-    return markdown.table(columns, table)
-
-
-PHASES = {  # columns, and the phases of a trace that each contains
-    "model": ("model",),
-    "reduce-scatter, copies to the peer": ("reduce-scatter", "peer copies"),
-    "norm": ("norm", "sum", "all-reduce"),
-    "update": ("update", "peer step"),
-    "all-gather": ("all-gather",),
-    "copies and others": ("copies", "other"),
-    "idle": ("idle",),
-}
-
-
-def phases() -> str:
-    """One line for each traced step on two H100s: ms in each phase, and their sum."""
-    found, table = group_rows("bench_step/h100_x2/profile", "unrolled-8"), []
-    for row, name in SHARDED:
-        if row in found:
-            of_row = found[row]["phases"]
-            cells, total = [name], sum(x["exposed_ms"] for x in of_row.values())
-            for members in PHASES.values():
-                parts = [of_row[x] for x in members if x in of_row]
-                exposed, overlapped = (
-                    sum(x[f"{kind}_ms"] for x in parts) for kind in ("exposed", "overlapped")
-                )
-                text = f"{exposed:.1f}" + (f" + {overlapped:.1f}" if overlapped > 0.05 else "")
-                cells.append(text if parts else "-")
-            table.append((*cells, f"{total:.1f}"))
-    return markdown.table(("training step", *PHASES, "sum without overlaps"), table)
 
 
 def _of_options(record, names) -> str:
@@ -297,20 +207,6 @@ def wrappers() -> str:
     return markdown.table((*columns, "`step`, gradients in 16 bits"), table)
 
 
-def norms() -> str:
-    """One line for each option of norms.json."""
-    names = (
-        ("optim", "no norms"),
-        ("optim+norms", '`norms="total"`'),
-        ("optim+norms_of_leaves", '`norms="leaves"`, 75 leaves'),
-        ("optim+clip", "`max_grad_norm`, no norms"),
-        ("optim+clip+norms", '`max_grad_norm`, `norms="total"`'),
-        ("optim+remainder16", '`"remainder16"`, no norms'),
-        ("optim+remainder16+norms", '`"remainder16"`, `norms="total"`'),
-    )
-    return _of_options("norms", names)
-
-
 STORAGES = {  # modifiers of rows of bench_step.py
     "": "float32",
     "+remainder16": "remainder16, float32 moments",
@@ -404,19 +300,6 @@ def largest_model() -> str:
     ]
     columns = ("state", "parameters", "s per step", "peak on the device", "on the host")
     return markdown.table(columns, table)
-
-
-def seeds() -> str:
-    """One line for each seed of the runs on two H100s, by the last validation loss."""
-    table = []
-    for seed in range(3):
-        runs = [
-            f"train_lm/h100_x2/600_steps_3e-4/{x}_seed{seed}"
-            for x in ("jdistadam", "optax_sharded")
-        ]
-        ours, theirs = (_results(f"{run}/run")["validation_loss"] for run in runs)
-        table.append((f"{seed}", f"{ours:.4f}", f"{theirs:.4f}", f"{ours - theirs:+.4f}"))
-    return markdown.table(("seed", "jdistadam", "`optax_sharded`", "difference"), table)
 
 
 def everyday() -> str:

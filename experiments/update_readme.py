@@ -18,43 +18,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
 
 
-def training_table() -> str:
-    """One line for each run of train_lm.py, from its run.json."""
-    columns = (
-        "devices",
-        "model",
-        "optimizer",
-        "seed",
-        "bytes seen",
-        "validation loss, nats per byte",
-        "zlib -9",
-        "tokens/s",
-        "params and state per device",
-        "peak memory per device",
-    )
-    table = []
-    runs = RESULTS.glob("train_lm/*/*/run.json")
-    for path in sorted(x for x in runs if x.parent.name in ("jdistadam", "optax", "optax_sharded")):
-        run = json.loads(path.read_text())
-        r = run["results"]
-        device = run["machine"]["devices"][0].split(" ", 1)[1]
-        peak = r["peak_bytes_per_device"]
-        cells = (
-            f"{r['devices']} x {device}",
-            f"{r['preset']}, {r['parameters'] / 1e6:.1f} M",
-            r["optimizer"],
-            f"{r['seed']}",
-            f"{r['tokens'] / 1e6:.1f} M",
-            f"{r['validation_loss']:.3f}",
-            f"{r['zlib_entropy']:.3f}",
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['state_bytes_per_device'] / 1e6:,.1f} MB",
-            f"{peak / 1e9:,.1f} GB" if peak else "not counted",
-        )
-        table.append(cells)
-    return markdown.table(columns, table)
-
-
 def kernel_table() -> str:
     """One line for each tree of bench_kernel.py: every variant as a share of the copy."""
     columns = (
@@ -177,13 +140,6 @@ STEP_ROWS = {
     "optim_grads_params+clip": '"optim_grads_params", layers gathered one by one, clipped',
     "annotated_fsdp": "optax.adamw, annotations (FSDP), largest dimension",
 }
-STEP_WORKLOADS = {
-    "unrolled-8": "8 sequences",
-    "scanned-8": "8 sequences, `lax.scan` over layers",
-    "unrolled-1": "1 sequence, no rematerialization",
-    "unrolled-1 over XLA": "1 sequence, no rematerialization, an earlier run",
-    "unrolled-2x4": "4 micro-batches of 2 sequences, no rematerialization",
-}
 
 
 STEP_RECORDS = {
@@ -205,35 +161,6 @@ def step_rows(workload: str) -> dict[str, dict]:
     return {name: row for (of, name), row in zip(names, rows, strict=True) if of == group}
 
 
-def step_table() -> str:
-    """One line for each way to take a whole training step, of bench_step.py."""
-    columns = (
-        "batch per GPU",
-        "training step",
-        "ms",
-        "fastest to slowest round",
-        "ms above the floor",
-        "ratio to the floor",
-        "tokens/s",
-    )
-    table = []
-    rows = [(w, name, row) for w in STEP_WORKLOADS for name, row in step_rows(w).items()]
-    # The earlier run sent no gradients during the backward pass over peer memory.
-    rows = [row for row in rows if row[:2] != ("unrolled-1 over XLA", "optim+float32sum")]
-    for workload, name, row in rows:
-        cells = (
-            STEP_WORKLOADS[workload],
-            STEP_ROWS[name],
-            f"{row['ms']:.1f}",
-            f"{row['ms_least']:.1f} to {row['ms_most']:.1f}",
-            f"{row['above_floor_ms']:.1f}",
-            f"{row['ratio_to_floor']:.3f}",
-            f"{row['tokens_per_second']:,.0f}",
-        )
-        table.append(cells)
-    return markdown.table(columns, table)
-
-
 def step_alone_table() -> str:
     """One line for each way to take an optimizer step alone on two GPUs, of bench_step.py."""
     columns = ("optimizer step alone", "ms", "fastest to slowest round")
@@ -246,24 +173,18 @@ def step_alone_table() -> str:
 
 TABLES = {
     "headline": speed_tables.headline,
-    "step": step_table,
     "step_alone": step_alone_table,
-    "training": training_table,
     "kernel": kernel_table,
     "strategies": strategies_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
     "low_precision_speed": speed_tables.low_precision_speed,
-    "sharded_steps": speed_tables.sharded_steps,
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
     "copies": speed_tables.copies,
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
     "wrappers": speed_tables.wrappers,
-    "norms": speed_tables.norms,
-    "phases": speed_tables.phases,
     "host_steps": speed_tables.host_steps,
-    "seeds": speed_tables.seeds,
     "largest_model": speed_tables.largest_model,
     "plan_memory": plan_memory_table,
     "layers": layer_tables.gathered_when,
