@@ -268,7 +268,7 @@ def test_constraints_over_the_data_axis_raise_with_the_path():
         return jda.train_step(loss, tx)(jda.TrainState.create(params, tx), x)
 
     trained(plain, loss)
-    message = r"^loss_fn: {}an activation: constrained over an axis of the data.*sharded_state"
+    message = r"^loss_fn: {}an activation: constrained over an axis of the data.*drop_in"
     with pytest.raises(jda.PolicyError, match=message.format(r"params\['kernel'\], or ")):
         trained(boxed, loss)
     with jax.set_mesh(mesh), pytest.raises(jda.PolicyError, match=message.format("")):
