@@ -247,10 +247,7 @@ class CopyBoard {
                    std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_stopped_) FailLocked(who.run, kStopped);
-    if (const auto failed = failures_.find(who.run); failed != failures_.end()) {
-      *why = failed->second;
-      return nullptr;
-    }
+    if (HasFailed(who.run, why)) return nullptr;
     is_used_ = true;
     const JobPointer job = PostLocked(who, Visit(who), is_gather, std::move(post), is_last, why);
     if (job == nullptr) return nullptr;
@@ -263,20 +260,14 @@ class CopyBoard {
   JobPointer StartElsewhere(const CopyVisitor& who, int64_t visit, bool is_gather,
                             typename Job::Post post, bool* is_last, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto failed = failures_.find(who.run); failed != failures_.end()) {
-      *why = failed->second;
-      return nullptr;
-    }
+    if (HasFailed(who.run, why)) return nullptr;
     return PostLocked(who, visit, is_gather, std::move(post), is_last, why);
   }
 
   // The job that a device started with this target. Null with `*why` if the execution failed.
   JobPointer Finish(const CopyVisitor& who, const char* target, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto failed = failures_.find(who.run); failed != failures_.end()) {
-      *why = failed->second;
-      return nullptr;
-    }
+    if (HasFailed(who.run, why)) return nullptr;
     const auto found = started_.find({who.me, who.run, target});
     if (found == started_.end()) {
       *why = FailureOf(who.me,
@@ -389,6 +380,12 @@ class CopyBoard {
   // Starts between processes meet by their number alone; an execution has another one in each. No
   // call site of one process is negative: its many executions would push that number out.
   static int64_t SiteOf(const CopyVisitor& who) { return who.clique == nullptr ? who.site : -1; }
+
+  bool HasFailed(int64_t run, std::string* why) const {
+    const auto failed = failures_.find(run);
+    if (failed != failures_.end()) *why = failed->second;
+    return failed != failures_.end();
+  }
 
   void FailLocked(int64_t run, const std::string& why) {
     if (run < 0 && tell_failure && failures_.count(run) == 0) tell_failure(run, why);

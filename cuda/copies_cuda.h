@@ -74,9 +74,9 @@ class PooledEvent {
   cudaEvent_t event_ = nullptr;
 };
 
-// What a start and its copies record. An event that other processes can open serves one device
-// alone: the driver crashes if another one, of whichever process, waits for it. So devices of this
-// process wait for others, and of another process each of them has opened its own.
+// What a start and its copies record. An event that other processes can open is for one device of a
+// process: the driver crashes if another one waits for it. Devices of this process wait for plain
+// events of each other, and each opens the events of other processes itself.
 struct CopyEvents {
   PooledEvent ready, sent, kept;          // kept: the part for itself
   PooledEvent ready_shared, sent_shared;  // the same moments, for other processes if there are any

@@ -184,6 +184,28 @@ def processes() -> str:
     return markdown.table(("", "8 sequences, ms", "1 sequence, ms"), table)
 
 
+BESIDE_TORCH = (  # variant, its name
+    ("torch_fsdp2", "torch: FSDP2 with fused AdamW, no `reshard_after_forward`"),
+    (
+        "annotated_zero1+first_dim+latency_hiding",
+        "annotations (ZeRO-1), latency-hiding scheduler",
+    ),
+    ("optim", '"optim", sums in bfloat16, over XLA'),
+)
+
+
+def beside_torch() -> str:
+    """One line for each way to step on two GPUs, relative to the floor of its framework."""
+    rows = group_rows("bench_step/h100_x2/rivals", "unrolled-8")
+    table = []
+    for variant, name in BESIDE_TORCH:
+        row = rows[variant]
+        rounds = f"{row['ms_least']:.2f} to {row['ms_most']:.2f}"
+        table.append((name, f"{row['ms']:.2f}", rounds, f"{row['ratio_to_floor']:.3f}"))
+    columns = ("training step", "ms", "fastest to slowest round", "ratio to its floor")
+    return markdown.table(columns, table)
+
+
 def wrappers() -> str:
     """One line for each wrapper of bench_wrappers.json; a column for each way to call it."""
     rows = {row["name"]: row for row in _results("bench_wrappers/h100/default")["rows"]}

@@ -183,6 +183,7 @@ TABLES = {
     "copies": speed_tables.copies,
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
+    "beside_torch": speed_tables.beside_torch,
     "wrappers": speed_tables.wrappers,
     "host_steps": speed_tables.host_steps,
     "largest_model": speed_tables.largest_model,

@@ -28,7 +28,6 @@ import functools
 import itertools
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +107,8 @@ def choose_communication(
     if not reasons:
         reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
     if not reasons and len({x.process_index for x in parallel.mesh.devices.flat}) > 1:
-        reasons += _obstacles_of_processes(parallel, is_asked_for=requested == "peer")
+        why = _why_processes_are_apart(parallel, is_asked_for=requested == "peer")
+        reasons += [why] if why else []
     if not reasons:
         return Communication("peer", "")
     if requested == "peer":
@@ -159,59 +159,37 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
         yield why
 
 
-def _obstacles_of_processes(parallel: DataParallel, *, is_asked_for: bool) -> Iterator[str]:
-    """Why devices of several processes do not copy among each other.
+def _why_processes_are_apart(parallel: DataParallel, *, is_asked_for: bool) -> str:
+    """Why devices of several processes do not copy among each other; "" if they do.
 
     It connects the processes and tries it, so all must come to it; all get the same result.
     """
     mesh = parallel.mesh
     if not all(map(_exists, mesh.devices.flat)):
-        yield "devices that no process has"
-        return
+        return "devices that no process has"
     if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
-        yield "devices of some of the processes"
-        return
+        return "devices of some of the processes"
     platform = mesh.devices.flat[0].platform
     joined = join({"gpu": "cuda"}.get(platform, platform))
     if joined.why_not:
-        yield joined.why_not
-        return
+        return joined.why_not
     hosts = np.vectorize(lambda device: joined.hosts[device.process_index])(mesh.devices)
     along = _moved_last(mesh, parallel.shard_axes, hosts)
     if any(len(set(group)) > 1 for group in along):
-        yield f"devices of several hosts along {', '.join(parallel.shard_axes)}"
-        return
+        return f"devices of several hosts along {', '.join(parallel.shard_axes)}"
     why, speed = _tried_copies(mesh, parallel.shard_axes)
-    if why or (speed < _SLOWEST_LINK and not is_asked_for):
-        yield why or f"{speed:.0f} GB/s between processes, less than {_SLOWEST_LINK}"
+    if not why and not is_asked_for and speed < _SLOWEST_LINK:
+        return f"{speed:.0f} GB/s between processes, less than {_SLOWEST_LINK}"
+    return why
 
 
 @functools.cache
 def _tried_copies(mesh: Any, axes: Axes) -> tuple[str, float]:
     """Why copies along axes fail, and the GB/s that the slowest process sends from a device."""
-
-    def attempt() -> tuple[str, float]:
-        groups, spec = _groups_along(mesh, axes), jax.sharding.PartitionSpec(axes)
-        shard = 2**16 if mesh.devices.flat[0].platform == "cpu" else 2**25  # bytes
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        shape = (shard * len(groups[0]),)
-        gather = functools.partial(copies.gather, dim=0, groups=groups, to="varying")
-        copy = jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=spec))
-        times = []
-        try:
-            x = jax.jit(lambda: jnp.zeros(shape, jnp.int8), out_shardings=sharding)()
-            for _ in range(4):
-                jax.block_until_ready(x)
-                begin = time.perf_counter()
-                jax.block_until_ready(copy(x))
-                times.append(time.perf_counter() - begin)
-        except jax.errors.JaxRuntimeError as error:
-            return f"copies between processes fail: {error}", 0.0
-        return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
-
+    tried = functools.partial(copies.attempt, mesh, axes, _groups_along(mesh, axes))
     # In a thread of its own: the caller may be inside of jit, or under another mesh.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        found = pool.submit(attempt).result()
+        found = pool.submit(tried).result()
     said = say_to_all(f"copies/{next(_TRIED)}", found)
     return next((why for why, _ in said.values() if why), ""), min(x for _, x in said.values())
 

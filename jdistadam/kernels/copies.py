@@ -8,11 +8,14 @@ that they are not freed, or overwritten, before other devices have them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.errors import PolicyError
@@ -68,6 +71,35 @@ def gather_in_place(whole: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
     target = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
     rows = math.prod(whole.shape[:dim])
     return _copied(whole, target, rows=rows, gathers=True, groups=groups, in_place=True)
+
+
+def attempt(mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups) -> tuple[str, float]:
+    """Makes a gather a few times; call it in all processes.
+
+    Args:
+      mesh: The devices.
+      axes: Those along which they copy.
+      groups: Their devices.
+
+    Returns:
+      Why it fails, or "", and the GB/s that a device sends.
+    """
+    shard = 2**16 if mesh.devices.flat[0].platform == "cpu" else 2**25  # bytes
+    spec, shape = jax.sharding.PartitionSpec(axes), (shard * len(groups[0]),)
+    run = functools.partial(gather, dim=0, groups=groups, to="varying")
+    copy = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
+    zeros = functools.partial(jnp.zeros, shape, jnp.int8)
+    times = []
+    try:
+        x = jax.jit(zeros, out_shardings=jax.sharding.NamedSharding(mesh, spec))()
+        for _ in range(4):
+            jax.block_until_ready(x)
+            begin = time.perf_counter()
+            jax.block_until_ready(copy(x))
+            times.append(time.perf_counter() - begin)
+    except jax.errors.JaxRuntimeError as error:
+        return f"copies between processes fail: {error}", 0.0
+    return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
 
 
 def _copied(

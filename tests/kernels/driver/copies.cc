@@ -17,25 +17,14 @@
 #include <functional>
 #include <thread>
 
+#include "expect.h"
+
 namespace jdistadam {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using Board = CopyBoard<char>;
-
-std::atomic<int> failures{0};
-bool planted = false;
-
-void Expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("FAIL %s\n", what.c_str());
-  ++failures;
-}
-
-bool Has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 // Runs device(0) ... device(count - 1) in threads of their own.
 void OnDevices(int count, const std::function<void(int)>& device) {

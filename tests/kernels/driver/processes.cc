@@ -14,6 +14,8 @@
 #include <functional>
 #include <thread>
 
+#include "expect.h"
+
 namespace jdistadam {
 namespace {
 
@@ -21,18 +23,6 @@ using std::chrono::seconds;
 using Board = CopyBoard<char>;
 
 constexpr int kDevices = 2;  // of a process
-std::atomic<int> failures{0};
-bool planted = false;
-
-void Expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::printf("FAIL %s\n", what.c_str());
-  ++failures;
-}
-
-bool Has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 // All processes have the same memory.
 class Backend {
