@@ -78,7 +78,8 @@ class GPT(nn.Module):
 
 def make_model(size, workload, dtype):
     torch.manual_seed(0)
-    model = GPT(size, workload.recomputes).to("cuda", dtype)
+    with torch.device("cuda"):  # draws large models in seconds
+        model = GPT(size, workload.recomputes).to(dtype)
     for block in model.blocks:
         block.compile()
     return model
@@ -135,15 +136,19 @@ def measure(size, name, variants, rounds):
     shape = (workload.accumulate_steps, workload.sequences, size.length + 1)
     torch.manual_seed(dist.get_rank())
     batch = torch.randint(0, size.vocabulary, shape, device="cuda")
-    steps = {}
+    steps, peaks = {}, {}
     for variant in variants:
         kind, *modifiers = variant.split("+")
+        before = torch.cuda.memory_allocated()
         try:
             if kind == "torch_floor":
                 step = floor(size, workload, batch)
             else:
                 step = fsdp2(size, workload, batch, modifiers)
             seconds(step, 3)  # compiles
+            torch.cuda.reset_peak_memory_stats()
+            seconds(step, 1)
+            peaks[variant] = torch.cuda.max_memory_allocated() - before
             steps[variant] = step
         except (AttributeError, RuntimeError) as error:  # an older torch; too little memory
             print(f"  FAILED {variant}: {error}", flush=True)
@@ -152,20 +157,23 @@ def measure(size, name, variants, rounds):
         for variant in list(steps)[:: (-1) ** i]:
             times[variant].append(1e3 * seconds(steps[variant], STEPS))
     tokens = dist.get_world_size() * workload.accumulate_steps * workload.sequences * size.length
-    floors = times["torch_floor"]
-    return [
-        {
+    rows = []
+    for variant, found in times.items():
+        row = {
             "name": f"{name}/{variant}",
             "ms": statistics.median(found),
             "ms_least": min(found),
             "ms_most": max(found),
             "rounds_ms": found,
-            "ratio_to_floor": statistics.median(x / y for x, y in zip(found, floors, strict=True)),
-            "above_floor_ms": statistics.median(x - y for x, y in zip(found, floors, strict=True)),
+            "peak_bytes": peaks[variant],
             "tokens_per_second": tokens / statistics.median(found) * 1e3,
         }
-        for variant, found in times.items()
-    ]
+        if floors := times.get("torch_floor"):  # a large model leaves no room for it
+            pairs = list(zip(found, floors, strict=True))
+            row["ratio_to_floor"] = statistics.median(x / y for x, y in pairs)
+            row["above_floor_ms"] = statistics.median(x - y for x, y in pairs)
+        rows.append(row)
+    return rows
 
 
 def one_process(rank, count, args):
