@@ -227,6 +227,8 @@ def distributed(
         reshard_after_forward=reshard_after_forward,
         has_param_specs=param_specs is not None,
     )
+    if parallel.num_devices == 1:  # nothing is summed, so nothing is widened to the dtype of sums
+        policy = dataclasses.replace(policy, grad_reduce_dtype=None)
     check_loss_scale(loss_scale)
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)

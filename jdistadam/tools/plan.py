@@ -220,10 +220,11 @@ def _added_late(config: DistributedConfig, schedule: Schedule, accumulate_steps:
 def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence[bool]) -> int:
     """Upper bound of what copies of gradients fill at the same time.
 
-    Of parts that are added before the update no more than three groups exist, by [Note: overlap] of
-    training/overlap.py: one travels, one is added, and parts of a third at most wait for others
+    Of parts that are added in the backward pass no more than three groups exist, by [Note: overlap]
+    of training/overlap.py: one travels, one is added, and parts of a third at most wait for others
     that the same call adds.
     """
+    stay = not config.parallel.shards_grads
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for entry, is_late in zip(schedule.buckets, are_late, strict=True):
         if entry.is_copied:
@@ -231,7 +232,7 @@ def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence
             received = schedule.layout.whole_size(bucket) - bucket.inner_size
             if bucket.num_layers is not None:  # of this layer and the one before
                 received = 2 * received // bucket.num_layers
-            sizes[is_late].append(received * config.policy.comm_dtype.itemsize)
+            sizes[is_late or stay].append(received * config.policy.comm_dtype.itemsize)
     most = 3 * (overlap.TOGETHER_BYTES + max(sizes[False], default=0))
     return sum(sizes[True]) + min(sum(sizes[False]), most)
 

@@ -11,7 +11,8 @@ order, which barriers and operands enforce:
   waits for the product, or update, before, and for starts before it.
 - Gathers of what is known from the beginning start in the order in which their results are needed:
   all at first, or, if memory is to be saved, no more than ``AHEAD_BYTES`` at a time.
-- Gradients are added when the exchange after theirs has started.
+- If memory is to be saved, gradients are added when the exchange after theirs has started. If not,
+  they are added after the backward pass, in which every wait would be for the slowest device.
 - The steps of a loop that copies have this order, too: [Note: pipelined scan].
 - Copies travel together until they are ``TOGETHER_BYTES``; gathers start before the next product or
   update in any case. One wait is for all that travel together, and XLA must keep it: what nobody
@@ -494,7 +495,7 @@ class _Evaluation:
         self._assign(started, copies.start_together(eqns, values_of(sources, self._known)))
         self._group_of |= dict.fromkeys(started, group)
         self._pending += started
-        if copies.is_start(eqns[0], gathers=False):
+        if self._options.saves_memory and copies.is_start(eqns[0], gathers=False):
             self._add_parts(group)
 
     def _add_parts(self, started: list[int]) -> None:
