@@ -349,6 +349,16 @@ def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
         assert "reduce-precision" in compiled.as_text()
 
 
+def test_one_device_widens_no_gradients_to_the_dtype_of_sums(h200s):
+    """Nothing is summed, so the program is that of sums in the dtype of communication."""
+    texts = []
+    for dtype in (None, "float32"):
+        policy = dict(grad_reduce_dtype=dtype)
+        *_, compiled = compile_step(h200s(1), jnp.bfloat16, jnp.bfloat16, policy=policy)
+        texts.append(re.sub(r"metadata={[^}]*}", "", compiled.as_text()))
+    assert texts[0] == texts[1] and "jdistadam_sum" not in texts[0]
+
+
 def test_combine_thresholds_are_ours_and_can_be_overridden(h200s):
     """The options reach XLA: with a limit of one byte every bucket is a collective of its own."""
     mesh = h200s(8)
