@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import RESULTS, of_host_runs
+from speed_tables import CLIPPED, RESULTS, clipped_steps, fastest, of_host_runs
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
 
@@ -48,6 +48,47 @@ def host_steps():
     axes.invert_yaxis()
     _bare(axes)
     return figure
+
+
+THROUGHPUT = {  # variants by their first letters, names, records and colors
+    "torch_fsdp2": ("torch FSDP2 (on another machine)", ("fsdp2_two_gpus", "fsdp2"), GRAY),
+    "annotated": ("optax.adamw, fastest annotations", None, DARK),
+    "optim": ("jdistadam", None, BLUE),
+}
+
+
+def throughput():
+    """Tokens per second on 1, 2 and 4 GPUs, beside the forward and backward pass alone."""
+    figure, both = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    groups = {"unrolled-8": "8 sequences per GPU", "unrolled-1": "1 sequence per GPU"}
+    counts = ["1 GPU", "2 GPUs", "4 GPUs", "4 GPUs,\na process for each"]
+    for axes, (group, title) in zip(both, groups.items(), strict=True):
+        steps = [clipped_steps(record)[group] for record, _ in CLIPPED]
+        for kind, (prefix, (label, records, color)) in enumerate(THROUGHPUT.items()):
+            if records:  # torch has a process for each GPU
+                apart = [clipped_steps(record)[group] for record in records]
+                shown = [(1, apart[0]), (3, apart[1])]
+            else:
+                shown = list(enumerate(steps))
+            places = [i + 0.27 * (kind - 1) for i, _ in shown]
+            speeds = [fastest(rows, prefix)["tokens_per_second"] / 1e3 for _, rows in shown]
+            axes.bar(places, speeds, 0.25, color=color, label=label)
+            for place, speed in zip(places, speeds, strict=True):
+                at = dict(textcoords="offset points", ha="center", va="top", fontsize=7)
+                axes.annotate(f"{speed:.0f}", (place, speed), (0, -3), color=_text_on(color), **at)
+        for i, rows in enumerate(steps):
+            ideal = rows["floor"]["tokens_per_second"] / 1e3
+            label = "no optimizer, no communication" if i == 0 else None
+            axes.hlines(ideal, i - 0.42, i + 0.42, color="black", linewidth=1.2, label=label)
+        axes.set_xticks(range(len(counts)), counts)
+        axes.set(title=title, ylabel="thousand tokens per second")
+        _bare(axes)
+    both[1].legend(frameon=False, loc="upper left", fontsize="small")
+    return figure
+
+
+def _text_on(color):
+    return "black" if color == GRAY else "white"
 
 
 BLOCK8 = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=0)
@@ -308,6 +349,7 @@ PICTURES = {
     "cpu/step_flow": step_flow,
     "cpu/step_timeline": step_timeline,
     "h100/host_steps": host_steps,
+    "h100_x4/throughput": throughput,
     "h200_x4/optax_losses": optax_losses,
     "h200_x4/strategy_losses": strategy_losses,
 }

@@ -271,9 +271,10 @@ def _buffers(
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
-        wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
-        if wide != bucket.dtype:
-            yield "widened shards", inner * wide.itemsize
+    wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
+    is_before_loop = bucket.num_layers is not None or any(x.times > 1 for x in entry.gather_again)
+    if is_before_loop and wide != bucket.dtype:
+        yield "widened shards", inner * wide.itemsize
 
 
 def _reduced(
