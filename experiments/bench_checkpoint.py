@@ -21,8 +21,6 @@ import tempfile
 import time
 from concurrent import futures
 
-ROOT = pathlib.Path(__file__).parents[1]
-
 
 def parse_args():
     parser = argparse.ArgumentParser(

@@ -38,7 +38,6 @@ METHODS = {  # arguments of fused_adamw and of distributed; optax has none
     "optax": None,
     "optax_host": None,
     "main": (dict(main_params_dtype=jnp.float32), {}),
-    "main_host": (dict(main_params_dtype=jnp.float32), dict(state_memory="pinned_host")),
     "main_early": (dict(main_params_dtype=jnp.float32), dict(early_updates=True)),
     "codes": (CODES, {}),
     "codes_early": (CODES, dict(early_updates=True)),

@@ -2,7 +2,6 @@
 
     python experiments/scanned_memory.py --out experiments/results/scanned_memory/h200/default.json
     python experiments/scanned_memory.py --rows unrolled --out runs/unrolled.json
-    python experiments/scanned_memory.py --rows unrolled --preset gpt2-xl --out runs/gpt2_xl.json
     python experiments/scanned_memory.py --rows model_axes --out runs/model_axes.json
 
 "scanned": unsharded parameters, and layers gathered in the scan under several policies of

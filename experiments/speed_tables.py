@@ -1,4 +1,4 @@
-"""Tables of the low-precision and ResNet records."""
+"""Tables of the records of bench_step.py, bench_kernel.py, bench_wrappers.py, largest_model.py."""
 
 import json
 import pathlib
@@ -52,13 +52,6 @@ def group_rows(record, group) -> dict[str, dict]:
     """Rows of a record of bench_step.py for a workload such as "unrolled-8", by variant."""
     names = ((row, row["name"].split("/")) for row in _results(record)["rows"])
     return {name: row for row, (of, name) in names if of == group}
-
-
-def _of_options(record, names) -> str:
-    """One line for each named row of a record of one H100."""
-    found = {row["name"]: row for row in _results(f"bench_step/h100/{record}")["rows"]}
-    table = [_step_cells(name, found[f"unrolled-8/{row}"])[:3] for row, name in names]
-    return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
 def sharded_state() -> str:
@@ -387,17 +380,12 @@ def everyday() -> str:
         ("optim+clip+guard", "`max_grad_norm`, `norm_guard`"),
         ("optim+clip+ema+guard", "`max_grad_norm`, `norm_guard`, `ema_decay`"),
     )
-    return _of_options("everyday", names)
-
-
-def _step_cells(name, row) -> tuple[str, ...]:
-    return (
-        name,
-        f"{row['ms']:.2f}",
-        f"{row['ms_least']:.2f} to {row['ms_most']:.2f}",
-        f"{row['ratio_to_floor']:.3f}",
-        f"{row['tokens_per_second']:,.0f}",
-    )
+    rows = group_rows("bench_step/h100/everyday", "unrolled-8")
+    table = [
+        (name, f"{x['ms']:.2f}", f"{x['ms_least']:.2f} to {x['ms_most']:.2f}")
+        for x, name in ((rows[variant], name) for variant, name in names)
+    ]
+    return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
 def fastest(rows, prefix) -> dict:

@@ -130,42 +130,18 @@ def plan_memory_table() -> str:
 
 
 STEP_ROWS = {
-    "floor": "forward and backward pass, no optimizer",
-    "annotated_zero1": "optax.adamw, annotations (ZeRO-1), largest dimension",
     "optim": '"optim", sums in bfloat16, over XLA',
     "optim+float32sum": '"optim", sums in float32, over peer memory',
-    "annotated_zero1+clip": "optax.adamw, annotations (ZeRO-1), largest dimension, clipped",
     "optim+float32sum+clip": '"optim", sums in float32, over peer memory, clipped',
-    "optim_grads_params": '"optim_grads_params", layers gathered one by one, over XLA',
-    "optim_grads_params+clip": '"optim_grads_params", layers gathered one by one, clipped',
-    "annotated_fsdp": "optax.adamw, annotations (FSDP), largest dimension",
 }
-
-
-STEP_RECORDS = {
-    "unrolled-8": "bench_step/h200_x2/default",
-    "scanned-8": "bench_step/h200_x2/default",
-    "unrolled-1": "bench_step/h200_x2/1_sequence",
-    "unrolled-1 over XLA": "bench_step/h200_x2/1_sequence_not_ahead",
-    "unrolled-2x4": "bench_step/h200_x2/4_micro_batches",
-    "step-gpt2xl": "bench_step/h200_x2/alone",
-}
-
-
-def step_rows(workload: str) -> dict[str, dict]:
-    """Rows of the record of bench_step.py for a workload, by variant."""
-    record = STEP_RECORDS[workload]
-    rows = json.loads((RESULTS / f"{record}.json").read_text())["results"]["rows"]
-    names = (row["name"].split("/") for row in rows)
-    group, _, _ = workload.partition(" ")
-    return {name: row for (of, name), row in zip(names, rows, strict=True) if of == group}
 
 
 def step_alone_table() -> str:
     """One line for each way to take an optimizer step alone on two GPUs, of bench_step.py."""
     columns = ("optimizer step alone", "ms", "fastest to slowest round")
+    rows = speed_tables.group_rows("bench_step/h200_x2/alone", "step-gpt2xl")
     table = []
-    for name, row in step_rows("step-gpt2xl").items():
+    for name, row in rows.items():
         spread = f"{row['ms_least']:.1f} to {row['ms_most']:.1f}"
         table.append((STEP_ROWS[name], f"{row['ms']:.1f}", spread))
     return markdown.table(columns, table)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from lm.corpus import VOCABULARY_SIZE
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -18,16 +20,14 @@ class GPTConfig:
     layers: int
     width: int
     heads: int
-    length: int  # context, in tokens; a byte is one with the vocabulary of 256
+    length: int  # context, in bytes
     batch: int  # sequences per step, over all devices
-    vocabulary: int = 256
 
 
 PRESETS = {
     "tiny": GPTConfig(layers=3, width=128, heads=4, length=128, batch=32),
     "gpt2-small": GPTConfig(layers=12, width=768, heads=12, length=1024, batch=32),
     "gpt-1.3b": GPTConfig(layers=26, width=2048, heads=16, length=1024, batch=32),
-    "gpt2-xl": GPTConfig(48, 1600, 25, length=1024, batch=32, vocabulary=50257),
 }
 
 
@@ -115,12 +115,10 @@ class GPT(nn.Module):
     def __call__(self, tokens):
         c = self.config
         normal = nn.initializers.normal(0.02)
-        table = self.param("bytes", normal, (c.vocabulary, c.width)).astype(self.dtype)
+        table = self.param("bytes", normal, (VOCABULARY_SIZE, c.width)).astype(self.dtype)
         positions = self.param("positions", normal, (c.length, c.width)).astype(self.dtype)
-        if c.vocabulary > 256:
-            x = table[tokens]
-        else:  # the gradient of a lookup adds thousands of rows into each in sequence
-            x = jax.nn.one_hot(tokens, c.vocabulary, dtype=self.dtype) @ table
+        # The gradient of a lookup adds thousands of rows into each in sequence.
+        x = jax.nn.one_hot(tokens, VOCABULARY_SIZE, dtype=self.dtype) @ table
         x = self.block().place(x + positions[: tokens.shape[1]], None)
         if self.scans:
             x = self.scan(x)

@@ -31,8 +31,6 @@ SIZES = {
     "gpt-1.3b": Size(layers=24, width=2048, heads=16, vocabulary=50304, length=1024),
     "gpt-6.7b": Size(layers=32, width=4096, heads=32, vocabulary=50304, length=1024),
     "gpt2-small": Size(layers=12, width=768, heads=12, vocabulary=50304, length=1024),
-    "gpt2-large": Size(layers=36, width=1280, heads=20, vocabulary=50304, length=1024),
-    "gpt-0.3b": Size(layers=24, width=1024, heads=16, vocabulary=50304, length=1024),
     "tiny": Size(layers=2, width=64, heads=4, vocabulary=256, length=32),
 }
 

@@ -9,40 +9,22 @@ from step_bench.model import Workload
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ANNOTATED = ("annotated_zero1", "annotated_fsdp")
 FLOOR = "floor"
-MERGING = "xla_gpu_{}_combine_threshold_bytes"
 
 
 def merging(limit):
     """Options with which XLA merges collectives up to this many bytes."""
     ops = ("reduce_scatter", "all_gather", "all_reduce")
-    return {MERGING.format(op): limit for op in ops}
+    return {f"xla_gpu_{op}_combine_threshold_bytes": limit for op in ops}
 
 
 # Annotations cut a leaf's largest dimension; "first_dim": the first that divides, like ours.
 OPTIONS = {  # modifiers that are compiler options; they replace those of a variant
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     "early": {
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
-    # train_step compiles with these if layers are gathered in a scan.
-    "pipelined": {
-        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
-        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-    },
-    "not_pipelined": {
-        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
-        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_AUTO_UNROLL",
-        "xla_gpu_experimental_collective_start_as_early_as_possible": False,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
-    },
-    # Fewer channels leave more multiprocessors to concurrent products.
-    **{f"channels_{n}": {"xla_gpu_nccl_collective_max_nchannels": n} for n in (2, 4, 8)},
-    "single_gathers": {MERGING.format("all_gather"): 1},
     "merge_nothing": merging(1),
-    "merge_30m": merging(30 << 20),
-    "merge_1g": merging(1 << 30),
 }
 # Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
 # each other "float32sum" uses peer memory, except with "over_xla". "gathered_once" is
@@ -82,10 +64,8 @@ class Row:
     @property
     def options(self):
         """Compiler options for a GPU in addition to those of ``train_step``."""
-        chosen = {}
-        # The best known option for annotations; "default_options" leaves it out.
-        if self.variant in ANNOTATED and "default_options" not in self.modifiers:
-            chosen = merging(256 << 20)
+        # The best known option for annotations.
+        chosen = merging(256 << 20) if self.variant in ANNOTATED else {}
         for modifier in sorted(self.modifiers & OPTIONS.keys()):
             chosen = chosen | OPTIONS[modifier]
         return chosen
@@ -101,7 +81,7 @@ def parse(name):
         raise SystemExit(
             f"{name}: no workload {group!r}, such as unrolled-8, scanned-2x4, step-gpt2xl"
         )
-    annotated = {"clip", "default_options", "first_dim", *OPTIONS}
+    annotated = {"clip", "first_dim", *OPTIONS}
     ours = SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
     allowed["annotated_zero1"] = annotated | {"fused"}  # fused_adamw, its state sharded
@@ -128,7 +108,6 @@ def _group(group, *variants):
 
 _SHORT = ("annotated_zero1", "annotated_fsdp", "optim", "optim_grads", "optim_grads_params")
 _LONG = (
-    "annotated_zero1+default_options",
     "annotated_zero1",
     "annotated_fsdp",
     *STRATEGIES,
@@ -197,7 +176,7 @@ KNOWN = [
     *_group("scanned-8", *_LONG),
     *(row for batch in ("2", "1", "2x4", "8x4") for row in _group(f"unrolled-{batch}", *_SHORT)),
     *(row for batch in ("2", "1", "2x4", "8x4") for row in _group(f"scanned-{batch}", *_SHORT)),
-    *_group("step-gpt2xl", "annotated_zero1+default_options", *_STEP),
+    *_group("step-gpt2xl", *_STEP),
 ]
 
 

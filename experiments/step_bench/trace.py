@@ -13,7 +13,7 @@ import tempfile
 import jax
 
 PHASES = (
-    "model", "peer step", "update", "sum", "norm", "other", "copies",
+    "model", "update", "sum", "norm", "other", "copies",
     "reduce-scatter", "all-gather", "all-reduce", "all-to-all", "peer copies",
 )  # fmt: skip
 _NCCL = {"ReduceScatter": "reduce-scatter", "AllGather": "all-gather", "AllReduce": "all-reduce"}

@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -18,34 +17,29 @@ class ResNetConfig:
     width: int
     classes: int
     image: tuple[int, int, int]
-    is_deep: bool  # bottleneck blocks, and a stem of stride 4
 
 
 PRESETS = {
-    "digits": ResNetConfig((1, 1), 16, 10, (8, 8, 1), is_deep=False),
-    "tiny": ResNetConfig((1, 1, 1, 1), 8, 10, (32, 32, 3), is_deep=True),
-    "resnet50": ResNetConfig((3, 4, 6, 3), 64, 1000, (224, 224, 3), is_deep=True),
+    "tiny": ResNetConfig((1, 1, 1, 1), 8, 10, (32, 32, 3)),
+    "resnet50": ResNetConfig((3, 4, 6, 3), 64, 1000, (224, 224, 3)),
 }
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions, or one between two of 1 x 1, with a residual."""
+    """A 3 x 3 convolution between two of 1 x 1, with a residual."""
 
     width: int
     stride: int
-    is_deep: bool
     conv: Any
     norm: Any
 
     @nn.compact
     def __call__(self, x):
-        out = self.width * (4 if self.is_deep else 1)
+        out = 4 * self.width
         stride = (self.stride, self.stride)
-        y = x
-        if self.is_deep:
-            y = nn.relu(self.norm()(self.conv(self.width, (1, 1))(y)))
+        y = nn.relu(self.norm()(self.conv(self.width, (1, 1))(x)))
         y = nn.relu(self.norm()(self.conv(self.width, (3, 3), stride)(y)))
-        y = self.conv(out, (1, 1) if self.is_deep else (3, 3))(y)
+        y = self.conv(out, (1, 1))(y)
         y = self.norm(scale_init=nn.initializers.zeros)(y)
         if x.shape != y.shape:
             x = self.norm()(self.conv(out, (1, 1), stride)(x))
@@ -59,29 +53,19 @@ class ResNet(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x, train=True):
+    def __call__(self, x):
         c = self.config
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype
+            nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype
         )
-        if c.is_deep:
-            x = nn.relu(norm()(conv(c.width, (7, 7), (2, 2))(x.astype(self.dtype))))
-            x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        else:
-            x = nn.relu(norm()(conv(c.width, (3, 3))(x.astype(self.dtype))))
+        x = nn.relu(norm()(conv(c.width, (7, 7), (2, 2))(x.astype(self.dtype))))
+        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for i, count in enumerate(c.blocks):
             for j in range(count):
                 stride = 2 if i and not j else 1
-                x = Block(c.width << i, stride, c.is_deep, conv, norm)(x)
+                x = Block(c.width << i, stride, conv, norm)(x)
         return nn.Dense(c.classes, dtype=self.dtype)(x.mean((1, 2))).astype(jnp.float32)
-
-
-def shapes_of(model):
-    """Returns shapes of the params and of the batch statistics."""
-    image = jax.ShapeDtypeStruct((1, *model.config.image), jnp.float32)
-    found = jax.eval_shape(model.init, jax.random.key(0), image)
-    return found["params"], found["batch_stats"]
 
 
 def loss_of(model):

@@ -44,8 +44,8 @@ class Plan:
         ``train_step`` takes besides the batch, returns besides the metrics, and updates in place.
         Excludes arrays on the host.
       sums: Gradients accumulated over micro-batches, within a step; 0 for one micro-batch.
-      buffers: Temporary memory of a ``train_step`` besides the model's own and the gradients, in
-        the params' dtype, by use; an upper bound: XLA lets some of it share memory. "mailboxes"
+      buffers: Upper bound of the temporary memory of a ``train_step``, by use, besides the model's
+        own and the gradients in the params' dtype. XLA lets some of it share memory. "mailboxes"
         receive gradients over peer memory.
       collectives: The collectives of a step.
       communication: The transport, and why it is not peer memory.
@@ -102,9 +102,9 @@ def plan(
     Args:
       params: Tree of global params, or of ``jax.ShapeDtypeStruct``, such as ``jax.eval_shape`` of
         the model's initialization.
-      tx: A distributed optimizer, or ``fused_adamw`` and the like, for which the plan has only what
-        is held, in whole arrays. Its mesh may be larger than this machine's if its devices come
-        from ``jax.experimental.topologies``.
+      tx: A distributed optimizer, or ``fused_adamw`` and the like, whose plan has only what is
+        held, in unsharded arrays. Its mesh may be larger than this machine if its devices come from
+        ``jax.experimental.topologies``.
       accumulate_steps: As passed to ``train_step``.
 
     Returns:
@@ -220,9 +220,9 @@ def _added_late(config: DistributedConfig, schedule: Schedule, accumulate_steps:
 def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence[bool]) -> int:
     """Upper bound of what copies of gradients fill at the same time.
 
-    Of parts that are added in the backward pass no more than three groups exist, by [Note: overlap]
-    of training/overlap.py: one travels, one is added, and parts of a third at most wait for others
-    that the same call adds.
+    At most three groups of parts that are added in the backward pass exist at a time, by
+    [Note: overlap] of training/overlap.py: one is sent, one is added, and parts of a third may wait
+    for others that the same call adds.
     """
     stay = not config.parallel.shards_grads
     sizes: dict[bool, list[int]] = {True: [], False: []}
@@ -272,8 +272,8 @@ def _buffers(
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
     wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
-    is_before_loop = bucket.num_layers is not None or any(x.times > 1 for x in entry.gather_again)
-    if is_before_loop and wide != bucket.dtype:
+    is_in_loop = bucket.num_layers is not None or any(x.times > 1 for x in entry.gather_again)
+    if is_in_loop and not entry.is_copied and wide != bucket.dtype:  # copies: one layer at a time
         yield "widened shards", inner * wide.itemsize
 
 

@@ -2,8 +2,8 @@
 
 [Note: overlap]
 kernels/copies.py makes a copy as a start and, immediately after it, a wait. XLA orders custom calls
-as it likes, often both at the end of a program. So the step is traced, and evaluated in another
-order, which barriers and operands enforce:
+as it likes, often both at the end of a program. The step is therefore traced, and evaluated in
+another order, which barriers and operands enforce:
 
 - A start runs as soon as its operands are known: gradients are sent during the backward pass, and
   new parameters during the updates. The next product, or update, waits for the start.
@@ -14,11 +14,11 @@ order, which barriers and operands enforce:
 - If memory is to be saved, gradients are added when the exchange after theirs has started. If not,
   they are added after the backward pass, in which every wait would be for the slowest device.
 - The steps of a loop that copies have this order, too: [Note: pipelined scan].
-- Copies travel together until they are ``TOGETHER_BYTES``; gathers start before the next product or
-  update in any case. One wait is for all that travel together, and XLA must keep it: what nobody
-  uses would otherwise lose its memory while others write it.
+- Copies are sent together until they are ``TOGETHER_BYTES``; gathers start before the next product
+  or update in any case. One wait is for all that are sent together, and XLA must keep it. Otherwise
+  a result that nobody uses would lose its memory while other devices write it.
 
-What travels together is therefore what the traced loss uses one after another: tied parameters at
+What is sent together is therefore what the traced loss uses one after another: tied parameters at
 their first use in the forward pass, their gradients at the last in the backward pass.
 """
 
@@ -130,7 +130,7 @@ def _in_another_order(
 
     ``carry``: the arguments that are results of the step before, in a loop.
     """
-    opened = _opened(traced)
+    opened = _with_narrow_loops(_opened(traced))
     with_loops = functools.partial(evaluate, opened, otherwise=_pipelined)
     traced = jax.make_jaxpr(lambda *args: with_loops(args))(*args)
     return _Evaluation(traced, args, options, carry).results()
@@ -145,9 +145,47 @@ def _opened(traced: Any) -> Any:
 
 def _pipelined(eqn: Any, args: list[Any]) -> list[Any] | None:
     """The results of a scan whose steps copy; None if it stays."""
-    if eqn.primitive.name != "scan" or not contains(eqn, {copies.START}):
+    if not _is_copying_loop(eqn):
         return None
     return pipelined(eqn, _opened(eqn.params["jaxpr"]), args)
+
+
+def _is_copying_loop(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan" and contains(eqn, {copies.START})
+
+
+def _with_narrow_loops(traced: Any) -> Any:
+    """A jaxpr whose loops that copy take what is not widened, and widen it in every step.
+
+    [Note: widened shards] are then those of one layer.
+    """
+    narrow, eqns = dict[Any, Any](), list[Any]()
+    for eqn in traced.jaxpr.eqns:
+        if eqn.primitive is jax.lax.convert_element_type_p and variables(eqn.invars):
+            (source,), (result,) = eqn.invars, eqn.outvars
+            if source.aval.dtype.itemsize < result.aval.dtype.itemsize:
+                narrow[result] = source
+        eqns.append(_widening(eqn, narrow) if _is_copying_loop(eqn) else eqn)
+    return core.ClosedJaxpr(traced.jaxpr.replace(eqns=eqns), traced.consts)
+
+
+def _widening(loop: Any, narrow: dict[Any, Any]) -> Any:
+    """A scan that takes ``narrow`` operands, but for its carry, and widens them itself."""
+    step, given = loop.params["jaxpr"], list(loop.invars)
+    carry, avals = range(*carried(loop, step)), list(step.in_avals)
+    for i, v in enumerate(given):
+        if i not in carry and not isinstance(v, core.Literal) and v in narrow:
+            given[i] = narrow[v]
+            avals[i] = avals[i].update(dtype=given[i].aval.dtype)
+
+    def widened(*args: Any) -> list[Any]:
+        pairs = zip(args, step.in_avals, strict=True)
+        same = (x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in pairs)
+        return core.jaxpr_as_fun(step)(*same)
+
+    return loop.replace(
+        invars=given, params=loop.params | {"jaxpr": jax.make_jaxpr(widened)(*avals)}
+    )
 
 
 def _with_parted_barriers(traced: Any) -> Any:
