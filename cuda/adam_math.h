@@ -10,9 +10,9 @@
 //   p <- p - u
 //
 // Everything is float32. The order of the operations and the single rounding of each are part of
-// the contract: reference.py repeats them one numpy operation at a time and tests compare bits. So
-// this file must be compiled without contraction into fused multiply-adds and without fast-math;
-// CMakeLists.txt has the flags.
+// the contract: reference.py repeats them one numpy operation at a time and tests compare bits.
+// This file must therefore be compiled without contraction into fused multiply-adds and without
+// fast-math; CMakeLists.txt has the flags.
 //
 // The coefficients arrive as float32 from XLA. Computed here they would have other bits: see
 // core/hyperparameters.py, [Note: coefficients in optax's own expressions].

@@ -2,7 +2,7 @@
 //
 // All devices of a program make the same copies. Each one *starts* them: it posts the addresses of
 // its arrays, and goes on. When all have posted, every device sends its parts to the others. Later
-// each one *waits*: until its arrays have arrived, and its own have been read. Between the two the
+// each one *waits* until its arrays have arrived, and its own have been read. Between the two the
 // caller must not write its sources, nor use its targets.
 //
 //   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p
@@ -15,11 +15,12 @@
 // wait knows its start by the execution and the address of its first target. Devices of several
 // processes: processes.h.
 //
-// If a device cannot go on, its execution has failed on all devices. A device *leaves* it: copies
-// that not all devices have started will never be made, and the device returns its error, after
-// which its arrays are released, only when those that all have started are done, on all devices. If
-// another call of the program fails between start and wait, XLA tells nobody: the others miss the
-// device at their next copies. (XLA for GPUs gives them 10 s, and ends the process.) Such copies
+// If a device cannot go on, its execution has failed on all devices, which *leave* it. Copies that
+// not all devices have started are never made. The others end on all devices before a device
+// returns its error and its arrays are released. If another call fails between start and wait, XLA
+// tells nobody: others miss the device at their next copies. (XLA for GPUs gives them 10 s, and
+// ends the process.) Such copies are *abandoned*: a later start that gets their memory waits until
+// they are done.
 // are *abandoned*: a later start that gets their memory waits until they are done.
 #pragma once
 

@@ -4,8 +4,8 @@
 // positive quiet NaN of its dtype: hardware disagrees on NaN payloads (x86 makes 0xffc00000, CUDA
 // 0x7fffffff), and without this rule results would differ after the first NaN.
 //
-// The conversions are integer arithmetic without branches, the same code on host and device. So the
-// host compiler vectorises them, and no two backends can round differently.
+// The conversions are integer arithmetic without branches, the same code on host and device. The
+// host compiler can vectorise them, and no two backends can round differently.
 #pragma once
 
 #include <cstddef>

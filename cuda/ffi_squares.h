@@ -2,8 +2,8 @@
 // into calls that take sums of squares (squares.h), and checks all of them.
 //
 // operands  segments s32[n, 2], then those of `jdistadam_adam` or `jdistadam_quantized`.
-// results   sums f32[n, 3], partials f32[3, number of runs] (scratch), then those of the other
-// call. fine      for each leaf whether each of its elements is a run.
+// results   sums f32[n, 3], partials f32[3, number of runs] (scratch), then the other call's.
+// fine      for each leaf whether each of its elements is a run.
 //
 // mode is not that of an update, and there are no members.
 #pragma once

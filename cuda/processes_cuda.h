@@ -1,7 +1,7 @@
 // Copies between GPUs of several processes: processes.h.
 //
 // A process exports each allocation under its arrays once, as a file descriptor; others map it, so
-// that their copy engines write into it. Events travel by their handles.
+// that their copy engines write into it. Events are passed by their handles.
 #pragma once
 
 #include <cuda.h>

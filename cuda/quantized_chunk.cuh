@@ -1,11 +1,11 @@
 // A warp's step of two blocks of 128 elements, eight in each thread: most of the work. The kernel
-// is bound by instruction issue about as much as by memory. So values that are the same for a whole
-// tile are computed once, divisions and roots have no special cases, and codes are rounded two per
-// word (quantized_math.cuh). Numbers that need special cases are left to quantized_part.cuh. The
-// results are the same bits.
+// is bound by instruction issue about as much as by memory. Values that are the same for a whole
+// tile are therefore computed once, divisions and roots have no special cases, and codes are
+// rounded two per word (quantized_math.cuh). Numbers that need special cases are left to
+// quantized_part.cuh. The results are the same bits.
 //
-// Chunks come through shared memory: each thread copies its own elements of the next chunks there
-// while it steps one, so no thread waits for memory and the copies take no registers.
+// Chunks are loaded through shared memory. While a thread steps one chunk, it copies its own
+// elements of the next ones there, so no thread waits for memory and the copies take no registers.
 #pragma once
 
 #include "quantized_math.cuh"

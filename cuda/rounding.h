@@ -3,30 +3,30 @@
 //
 // [Note: random bits]
 // Stochastic rounding turns a number x between two neighbours a < b of a dtype into b with the
-// probability (x - a) / (b - a), so its mean is x. The random bits of an element come from
-// Philox 4x32 with 7 rounds: key is the seed; the counter is (index / 4 in 64 bits, leaf, count)
-// with the element's row-major index in the whole leaf; word index % 4 of the result is its own. So
-// they do not depend on how an array is cut or on which device computes it. As many bits as are
-// dropped decide: the upper ones of the word for nu, those of its lower half for a parameter, and
-// those of a mix of both for mu.
+// probability (x - a) / (b - a), so its mean is x. The random bits of an element come from Philox
+// 4x32 with 7 rounds: key is the seed; the counter is (index / 4 in 64 bits, leaf, count) with the
+// element's row-major index in the whole leaf; word index % 4 of the result is its own. They
+// therefore do not depend on how an array is cut or on which device computes it. Rounding uses as
+// many bits as it drops: the upper bits of the word for nu, bits of its lower half for a parameter,
+// and bits of a mix of both for mu.
 //
 // [Note: blocks]
 // A moment in 8 or 16 bits: blocks of 128 elements in row-major order share a float32 scale, a
 // power of two. A code has a mantissa of 3 bits, or of 10. Before it, a code of mu has a sign and 4
 // or 5 bits of exponent; a code of nu has 5 or 6 and no sign, because nu is a mean of squares,
 // whose exponents span twice as many as those of mu. All codes are finite. The scale is chosen such
-// that the largest element, rounded to its 4 or 11 leading bits, has the highest exponent. So
-// encode(decode(x)) is x, and decoding is exact. A nonzero nu never becomes zero: its smallest
-// number is 2^-33 of the scale, or 2^-72. mu may, below 2^-17 of the scale, or 2^-40. A block with
-// an infinite or NaN element, or one of 2^127 and more, has the scale NaN, and all of it is NaN
-// from then on.
+// that the largest element, rounded to its 4 or 11 leading bits, has the highest exponent.
+// Therefore encode(decode(x)) is x, and decoding is exact. A nonzero nu never becomes zero; its
+// smallest number is 2^-33 of the scale, or 2^-72. mu becomes zero below 2^-17 of the scale, or
+// 2^-40. A block with an infinite or NaN element, or one of 2^127 and more, has the scale NaN, and
+// all of it is NaN from then on.
 //
 // [Note: subnormal codes]
 // With rounding to nearest, k units of a subnormal code would stay k if a step changes it by less
-// than half a unit: a mu without gradients would not decay, and a nu that began below its
-// gradients' squares would not grow, as long as other elements keep the scale of the block up. So
-// values with subnormal codes are rounded toward zero for mu, and up for nu: both make steps
-// smaller.
+// than half a unit. A mu without gradients would not decay, and a nu that began below its
+// gradients' squares would not grow, as long as other elements keep the scale of the block up.
+// Values with subnormal codes are therefore rounded toward zero for mu and up for nu, and both make
+// steps smaller.
 #pragma once
 
 #include <type_traits>

@@ -5,16 +5,15 @@
 //
 //   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches, and weight decay is
 //                                not cautious. These kernels are at the limit of registers for
-//                                their occupancy; a test for it would cost every call up to 2 %.
+//                                their occupancy; testing a flag would cost every call up to 2 %.
 //   AnyTypes<mode>               Only the mode is constant; the others are arguments of the launch.
 //                                In adam_cuda.cu that costs 5 % with float32 state and 30 % with
 //                                bfloat16 state.
 //
 // Kernels derive their variants from these two, and add other constants. Dtypes are known only when
-// a call runs, template arguments only at compile time: so the search for a variant is a chain of
-// comparisons that the compiler generates from a list, one per variant. It runs on the host, once
-// per call.
-// on the host, once for a call.
+// a call runs, template arguments only at compile time. The search for a variant is therefore a
+// chain of comparisons that the compiler generates from a list, one per variant. It runs on the
+// host, once per call.
 #pragma once
 
 #include <cuda_runtime_api.h>

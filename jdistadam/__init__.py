@@ -109,7 +109,7 @@ __all__ = [  # noqa: RUF022 - by task
     "count_nonfinite",
     "nonfinite_paths",
     "SkipLimit",
-    # The pieces of it, inside jax.shard_map.
+    # The pieces of a training step, inside jax.shard_map.
     "local_params",
     "gather_params",
     "Shard",

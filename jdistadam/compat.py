@@ -41,7 +41,7 @@ def shard_map(
     """``jax.shard_map`` for arguments that may have zero-size arrays, also inside another one.
 
     jaxlib 0.11 crashes when it compiles a program for several CPU devices that passes a zero-size
-    array into a manual region. Such arrays hold nothing: they are made anew inside.
+    array into a manual region. Such arrays have no content, so they are made anew inside.
     """
     context = jax.sharding.get_abstract_mesh()
     is_nested = bool(context.manual_axes)

@@ -1,13 +1,13 @@
 """The exceptions of jdistadam.
 
-Every message has one form, so users can act on it without a debugger::
+Every message has one form, so that users can act on it without a debugger::
 
     {where}: {what is wrong}: got {got}, expected {expected}. {one action}
 
 ``where`` is the path of a leaf or the name of an argument.
 
-Each class is also the built-in exception that such a mistake usually raises, so ``except
-ValueError`` keeps working.
+Each class is also a subclass of the built-in exception that such a mistake usually raises, so
+``except ValueError`` keeps working.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayoutError(JDistAdamError, ValueError):
 
 
 class AgreementError(JDistAdamError, RuntimeError):
-    """The processes of a run would not do the same."""
+    """The processes of a run are about to do different things."""
 
 
 class CheckpointError(JDistAdamError, ValueError):

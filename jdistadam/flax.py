@@ -59,7 +59,7 @@ class TrainState(train_state.TrainState):
           **kwargs: New values of other fields.
 
         Returns:
-          The state after it.
+          The new state.
         """
         overwrites = isinstance(grads, dict | FrozenDict) and OVERWRITE_WITH_GRADIENT in grads
         if overwrites or not _has_step(self.tx):
@@ -83,7 +83,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
-        """Takes a step: renews the parameters of the model.
+        """Takes a step, and updates the parameters of the model.
 
         Args:
           model: The model.

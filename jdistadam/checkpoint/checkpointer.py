@@ -38,22 +38,22 @@ class Checkpointer:
     """Saves the states of a training run into a folder, one after the other.
 
     Use it in a ``with`` block, or call ``close``, which waits for pending writes and lets others
-    save into the folder. Each checkpoint is a folder named by its step; it gets this name when it
-    is complete. Unfinished checkpoints of an earlier process are deleted. A new checkpoint must be
-    the newest: ``restore`` reads the newest, and ``keep`` counts from it.
+    save into the folder. Each checkpoint is a folder, which is named by its step when it is
+    complete. Unfinished checkpoints of an earlier process are deleted. A new checkpoint must be the
+    newest, because ``restore`` reads the newest, and ``keep`` counts from it.
 
     Args:
       folder: The folder, on a file system that renames atomically. It is created if missing.
       tx: The distributed optimizer; None for states of ``fused_adamw`` and of optax.
       every: ``after_step`` saves if ``every`` divides the step. None: never.
       keep: How many of the newest checkpoints to keep. None: all.
-      rollback_to: The step of an older checkpoint from which training continues differently: all
-        newer ones are deleted immediately. Leave it out when restarting the run: it would delete
-        the run's own checkpoints. None: nothing is deleted, and saving an older step raises.
-      in_background: Whether to write while training continues. If so, the host holds this
-        process's part of the state until it is written. Otherwise it holds two batches of at most
-        32 MiB for each of its devices. In both cases a device holds two batches besides the state
-        while ``save`` runs.
+      rollback_to: The step of an older checkpoint from which training continues differently. All
+        newer ones are deleted immediately. Leave it out when restarting the run, because it would
+        delete the run's own checkpoints. None: nothing is deleted, and saving an older step raises.
+      in_background: Whether to write while training continues. If so, the host holds this process's
+        part of the state until it is written. Otherwise the host holds two batches of at most 32
+        MiB for each device of the process. In both cases a device holds two batches besides the
+        state while ``save`` runs.
 
     Raises:
       CheckpointError: Another process saves into the folder, it cannot be written, the checkpoint
@@ -105,7 +105,7 @@ class Checkpointer:
 
     @storage.compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
-        """Saves a state; with background writes, the state may change once this returns.
+        """Saves a state, which may be changed or donated as soon as this returns.
 
         Args:
           state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
@@ -122,8 +122,8 @@ class Checkpointer:
         Raises:
           CheckpointError: A checkpoint of this number, or a newer one, exists; this save failed,
             or the previous one in the background.
-          LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; it
-            is traced. ``extra`` has a leaf that cannot be saved.
+          LayoutError, TreeError, DtypeError: The state is traced, or cannot be saved with this
+            ``tx``. ``extra`` has a leaf that cannot be saved.
           AgreementError: ``step`` or ``extra`` differs between processes, or one does not save.
         """
         self.check()
@@ -254,9 +254,9 @@ def save(
 ) -> int:
     """Saves a state into ``folder/STEP`` and returns the step when all of it is written.
 
-    The files do not depend on the mesh, the strategy or the number of processes: ``restore`` reads
-    them under any other. All processes call this. To save every N steps in the background, use
-    ``Checkpointer``.
+    The files do not depend on the mesh, the strategy or the number of processes, so ``restore``
+    reads them under any other. All processes must call this. To save every N steps in the
+    background, use ``Checkpointer``.
 
     Args:
       folder: The folder of all checkpoints of a training run.
@@ -289,9 +289,9 @@ def save(
 
 
 # One process, or the first of several, saves at a time. The operating system's lock on the file
-# ``.jdistadam.lock`` ends with the process, however it ends: a file left behind does not block
-# others on the same machine. Other machines may not see the lock on some network file systems:
-# there a file that names another machine counts until it is five minutes old, and the saving
+# ``.jdistadam.lock`` ends with the process, however it ends, so a file left behind does not block
+# others on the same machine. On some network file systems other machines may not see the lock.
+# There, a file that names another machine counts until it is five minutes old, and the saving
 # process renews it every minute.
 
 

@@ -52,23 +52,23 @@ def restore(
     """Returns the state of a checkpoint, for any number of devices, mesh and strategy.
 
     Main parameters and moments are restored bit for bit. With the same kind of main parameters,
-    training continues as if it had not stopped; on another number of devices sums may be added in
+    training continues as if it had not stopped. On another number of devices, sums may be added in
     another order, and the loss gets other random keys. All arrays are compared with the checksums
-    that the saving devices computed. All processes call this.
+    that the saving devices computed. All processes must call this.
 
     Args:
       folder: The folder that ``save`` or ``Checkpointer`` wrote.
-      template: A state of shapes, ``TrainState.shapes(params, tx)``, or of arrays; a TrainState of
-        Flax, or a dictionary with ``params`` and ``opt_state``, of optax's Adam. A ``model_state``
-        or ``rng`` of None is restored as it was saved.
+      template: A state of shapes, ``TrainState.shapes(params, tx)``, or of arrays. With optax's
+        Adam also a TrainState of Flax, or a dictionary with ``params`` and ``opt_state``. A
+        ``model_state`` or ``rng`` of None is restored as it was saved.
       tx: The distributed optimizer. None for a state of ``fused_adamw`` or of optax.
       step: The number of the checkpoint. None: the newest.
       cast: Whether to cast arrays of another dtype even if that loses bits.
       new: ``new(path)``: whether the file may lack a parameter, its moments or another array, or
-        have it in another shape. Such an array stays as in the template, which must have arrays
-        then; missing moments are zero, and a missing average begins with the parameter. Paths are
-        those of errors: ``params['head']['kernel']`` stands for the moments too; ``ema['w']``,
-        ``opt_state[0].x``, ``model_state['mean']``.
+        have it in another shape. Such an array stays as in the template, which must then have
+        arrays. Missing moments are zero, and a missing average begins with the parameter. Paths are
+        as in error messages: ``params['head']['kernel']``, which stands for the moments too,
+        ``ema['w']``, ``opt_state[0].x``, ``model_state['mean']``.
       unused: ``unused(path)``: whether the template may lack an array of the file.
 
     Returns:
@@ -106,9 +106,9 @@ def restore_params(
     Args:
       folder: The folder that ``save`` or ``Checkpointer`` wrote.
       like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings place the parameters;
-        without a sharding they go to the first device. If its dtype is float32 and the optimizer
-        kept main parameters, these are read: the exact values, which the params round. None:
-        dictionaries of the params, in their saved dtypes.
+        without a sharding they are put on the first device. A float32 leaf gets the exact value,
+        from the main parameters if the optimizer kept them. None: dictionaries of the params, in
+        their saved dtypes.
       step: The number of the checkpoint. None: the newest.
       cast: Whether to cast to the dtypes of ``like`` even if that loses bits.
 

@@ -2,8 +2,8 @@
 
 orbax does the hard parts: each process writes its shards, a folder gets its name when it is
 complete, writing runs in the background, and old steps are deleted. This module makes the arrays a
-few at a time, so that they never exist all at once, and compares a checksum of each: orbax loads
-changed bits, casts and pads without a warning.
+few at a time, so that they never exist all at once. It compares a checksum of each, because orbax
+loads changed bits, casts and pads without a warning.
 
 The header is one JSON file::
 
@@ -342,7 +342,7 @@ def _extra(name: str, about: dict[str, Any], entries: dict[str, Entry]) -> dict[
 class Reader:
     """Reads arrays of one checkpoint, and compares their checksums.
 
-    orbax's readers of a whole tree parse their metadata of every array once per batch: for GPT-2 XL
+    orbax's readers of a whole tree parse their metadata of every array once per batch. For GPT-2 XL
     that takes longer than reading the batch.
 
     ``path`` is the header, ``entries`` are the readable arrays by name, and ``extra`` is the
@@ -389,7 +389,7 @@ class Reader:
             if not isinstance(x, jax.Array) or (x.shape, x.dtype) != (shape, dtype):
                 raise self._damaged(entry, f"{x!r:.100}", f"{dtype}, shape {shape}")
             arrays.append(x)
-        # Replicas are copied. On Explicit axes shardings come back in another spelling; nothing is.
+        # Replicas are copied. On Explicit axes only the spelling of shardings changes: no copies.
         return jax.device_put(arrays, [place for _, place in wanted])
 
     def load(self, wanted: Sequence[Wanted]) -> list[Any]:

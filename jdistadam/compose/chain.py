@@ -34,19 +34,19 @@ from jdistadam.errors import PolicyError, TreeError
 def chain(*transformations: optax.GradientTransformation) -> FusedTransformation:
     """``optax.chain`` with a ``step``: the same state, the same updates.
 
-    ``step`` is fused if the last transformation has its own step, as those of jdistadam do; the
-    ones before it change the gradients. ``scale_by_adam``, ``add_decayed_weights`` and
-    ``scale_by_learning_rate`` of this package at the end become one optimizer with such a step,
-    whose state stays in three parts. Otherwise it is update and ``apply_updates``.
+    ``step`` is fused if the last transformation has its own step, as jdistadam's optimizers do. The
+    transformations before it change the gradients. At the end of a chain, jdistadam's
+    ``scale_by_adam``, ``add_decayed_weights`` and ``scale_by_learning_rate`` become one such
+    optimizer, whose state stays in three parts. Otherwise it is ``update`` and ``apply_updates``.
 
-    Transformations before a distributed optimizer get unreduced gradients. They must be linear in
-    them, so that the order of transformation and sum over devices is irrelevant: ``optax.scale``,
-    ``optax.masked``, schedules of scales, but no clipping and no normalisation. If devices hold
-    shards of the parameters, they must not read these: they see zeros of the unsharded shapes. If
-    ``gather_params`` has summed gradients into shards, they must be elementwise, and independent of
-    gradient shapes and positions. If the optimizer skips a step, their states stay unchanged too.
-    For this, a step that can be skipped reads the old and the new state and writes one of them: 12
-    bytes per float32 element. This matters only for states as large as the parameters.
+    Transformations before a distributed optimizer get unreduced gradients. They must be linear,
+    because gradients are summed over devices afterwards. ``optax.scale``, ``optax.masked`` and
+    schedules of scales are linear; clipping and normalisation are not. If devices hold shards of
+    the parameters, transformations must not read them; they get zeros of the unsharded shapes. If
+    ``gather_params`` has summed gradients into shards, transformations must be elementwise, and
+    independent of gradient shapes and positions. If the optimizer skips a step, their states stay
+    unchanged. A step that can be skipped reads old and new states and writes one: 12 bytes per
+    float32 element, which matters only for states as large as the parameters.
 
     Args:
       *transformations: Gradient transformations, applied in this order.
@@ -55,9 +55,9 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
       A ``FusedTransformation``; a ``DistributedTransformation`` if the last one is.
 
     Raises:
-      PolicyError: Something is no transformation; something before a distributed optimizer is not
-        linear, needs other arguments, or would see shards; something stands behind a distributed
-        optimizer or behind one with main parameters (raised by ``init``).
+      PolicyError: An argument is no transformation. One before a distributed optimizer is not
+        linear, needs other arguments, or would read shards. One follows a distributed optimizer or
+        an optimizer with main parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda

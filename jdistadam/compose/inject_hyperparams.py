@@ -40,28 +40,28 @@ def inject_hyperparams(
 ) -> Callable[..., FusedTransformation]:
     """``optax.inject_hyperparams`` for an optimizer with a ``step``: the result has one too.
 
-    The numbers given to the optimizer become arrays in its state, under
-    ``state.hyperparams["learning_rate"]`` and so on: they can be read, and set between steps
-    without a recompilation. Schedules are evaluated each step; their values are stored there.
+    Numbers given to the optimizer become arrays in its state, such as
+    ``state.hyperparams["learning_rate"]``. They can be read, and set between steps without
+    recompilation. Schedules are evaluated in each step, and their values are stored there.
 
-    They are learning_rate, weight_decay, b1, b2, eps, eps_root and l2; groups still differ from
-    them by their own values. ``distributed`` takes the result, and ``train_step`` also takes Python
-    numbers in its state::
+    The hyperparameters are learning_rate, weight_decay, b1, b2, eps, eps_root and l2; groups still
+    override them. ``distributed`` takes the result, and ``train_step`` also takes Python numbers in
+    its state::
 
         adamw = jda.inject_hyperparams(jda.fused_adamw)(1e-3)
         tx = jda.distributed(adamw, mesh=mesh)
         state = jda.TrainState.create(params, tx)
         state.opt_state.hyperparams["learning_rate"] = 5e-4
 
-    The factory may also return a distributed optimizer: then a given max_grad_norm becomes a number
+    The factory may also return a distributed optimizer. A given max_grad_norm then becomes a number
     in the state, too.
 
-    Checks that need a value, such as that b2 is below 1, apply to the first one: the one given to
-    the optimizer, or the schedule's value at step 0. Later values are not checked.
+    Checks that need a value, such as that b2 is below 1, see only the first one: the number given
+    to the optimizer, or the schedule's value at step 0. Later values are not checked.
 
     Args:
-      factory: ``fused_adamw``, ``fused_adam``, or a function that returns what one of them does, or
-        ``distributed`` around it, or a ``chain``.
+      factory: ``fused_adamw``, ``fused_adam``, or a function that returns such an optimizer,
+        ``distributed`` around one, or a ``chain``.
       static_args: Names of further arguments that do not become numbers in the state. Arguments
         that are not hyperparameters never do (mask, nesterov, bucket_bytes, loss_scale, dtypes),
         nor does l2 if it is not given.
@@ -167,7 +167,7 @@ _HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")
 def _first_values(given: Mapping[str, Any], static_names: Iterable[str]) -> dict[str, Any]:
     """The arguments with every schedule replaced by its value at step 0.
 
-    Numbers become arrays, which cannot be checked: so an optimizer is made from numbers first.
+    Arrays cannot be checked, so an optimizer is made from numbers first.
     """
 
     def first(name: str, value: Any) -> Any:

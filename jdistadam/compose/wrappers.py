@@ -41,10 +41,10 @@ class MultiSteps(FusedTransformation):
     computes the whole step in each call, and then selects.
 
     Transformations before the optimizer in a chain run in every call, and replicated params of a
-    sharded state are gathered in every call, as with optax. After a step :math:`a` is zero, also if
-    it was not finite; ``update``, which is optax's, multiplies it by zero, so that NaN stays. Under
-    ``jax.vmap`` the counts of the state must not be batched; ``update`` takes any. To save in each
-    call, pass ``jda.save`` a step: the optimizer's count stands still while gradients accumulate.
+    sharded state are gathered in every call, as with optax. After a step :math:`a` is zero, even if
+    it was not finite; optax's ``update`` multiplies it by zero, so NaN stays. Under ``jax.vmap``,
+    ``step`` needs counts that are not batched; ``update`` takes any. To save after each call, pass
+    a step to ``jda.save``: the optimizer's count changes only when it steps.
 
     Args:
       opt: ``fused_adamw``, ``fused_adam``, or a ``chain`` or ``inject_hyperparams`` of them.
@@ -138,10 +138,10 @@ class MultiSteps(FusedTransformation):
         return self
 
     def has_updated(self, state: optax.MultiStepsState) -> Any:
-        """Tells whether the last call stepped, unless it was ignored.
+        """Returns whether the last call took a step, unless it was ignored.
 
         Args:
-          state: The state after it.
+          state: The state after the call.
 
         Returns:
           A bool on the device.
@@ -153,7 +153,7 @@ class MultiSteps(FusedTransformation):
         raise TypeError("MultiSteps: cannot be pickled; make it anew.")
 
     def gradient_transformation(self) -> MultiSteps:
-        """Does nothing: unlike optax's, this is a transformation.
+        """Returns itself, because this class is a transformation, unlike optax's.
 
         Returns:
           Itself.

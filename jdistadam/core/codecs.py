@@ -285,8 +285,8 @@ class BlockCodes(NamedTuple):
         of 128 elements in row-major order.
 
     References:
-      Scales of blocks: Dettmers et al., `8-bit Optimizers via Block-wise Quantization
-      <https://arxiv.org/abs/2110.02861>`_, 2021; the codes are small floats instead.
+      Block-wise scales: Dettmers et al., `8-bit Optimizers via Block-wise Quantization
+      <https://arxiv.org/abs/2110.02861>`_, 2021. Here the codes are small floats.
     """
 
     codes: Any

@@ -1,4 +1,4 @@
-"""The only module that communicates between devices. It all runs inside ``jax.shard_map``.
+"""The only module that communicates between devices. All of it runs inside ``jax.shard_map``.
 
 [Note: casts that XLA deletes]
 XLA may delete a cast to 16 bits and back. On one device it removes the collective between the two
@@ -9,7 +9,7 @@ than the policy says. ``round_to`` prevents the first, ``keep_cast`` prevents bo
 Our own JAX primitives: operations for which JAX has no rule, or must not have one.
 
 [Note: primitives of our own]
-``jax.custom_jvp`` and ``custom_vmap`` fail for second derivatives of a loop: when ``lax.scan``
+``jax.custom_jvp`` and ``custom_vmap`` fail for second derivatives of a loop. When ``lax.scan``
 looks for values that are equal in all iterations, it drops the rule of ``custom_jvp``, and JAX then
 tries to differentiate the foreign call. JAX never drops the rules of a primitive. The computation
 of a primitive is stored as a jaxpr in its parameters, because JAX searches these for
@@ -125,7 +125,7 @@ def all_to_all(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
 
 
 def send_around(x: jax.Array, axes: Axes, *, distance: int, devices: int) -> jax.Array:
-    """Sends to the device ``distance`` places on; returns what arrived from as far before.
+    """Sends ``x`` to the device ``distance`` places later, and returns what arrives here.
 
     XLA can use the copy engines of GPUs, which leaves all multiprocessors to other work.
     """

@@ -1,4 +1,4 @@
-"""The guards of a step: they skip it, and keep a state on the device from step to step.
+"""The guards of a step, which may skip it, and their state, which stays on the device.
 
 ``GUARDS`` has a loss scale, which is updated after each step, and a guard against spikes of the
 gradient norm, which has limits and a running mean.
@@ -45,7 +45,7 @@ class DynamicLossScale:
       hysteresis: Skipped steps before the scale shrinks.
       min_scale: The smallest scale.
 
-    Powers of two change no bit of a gradient that stays in range.
+    A scale that is a power of two changes no bit of a gradient that stays in range.
 
     Raises:
       HyperparameterError: A number is out of range.
@@ -155,7 +155,7 @@ def next_loss_scale(
 
 
 def _continued_loss_scale(config: float | DynamicLossScale, new: Any, saved: Any) -> Any:
-    """A dynamic scale moves with its counts, to the new limits; of a constant one, the skips do."""
+    """Continues a dynamic scale and its counts within the new limits; a constant one, its skips."""
     new = new._replace(skipped=np.int32(saved.skipped))
     if not isinstance(config, DynamicLossScale) or saved.growth_count is None:
         return new
@@ -170,8 +170,8 @@ def _continued_loss_scale(config: float | DynamicLossScale, new: Any, saved: Any
 class NormGuard:
     r"""Skips steps whose global gradient norm is above a limit, as ``norm_guard`` of an optimizer.
 
-    The norm :math:`n` is that of the mean gradient, unscaled and before clipping:
-    ``metrics["grad_norm"]``. A step is skipped if
+    The norm :math:`n` is the norm of the mean gradient, unscaled and before clipping
+    (``metrics["grad_norm"]``). A step is skipped if
 
     .. math::
 
@@ -184,9 +184,9 @@ class NormGuard:
 
       \mu_k = \mu_{k-1} + \frac{n_k - \mu_{k-1}}{\min(k, \text{window})}
 
-    First it is the plain mean, then an exponential one with the rate 1 / ``window``. Skipped norms
-    do not enter it: if the norm rises for good, every step is skipped until ``SkipLimit`` raises. A
-    non-finite norm is skipped too, even without a ``loss_scale``.
+    The first ``window`` steps have the plain mean, later ones an exponential mean with the rate 1 /
+    ``window``. It leaves out skipped norms. If the norm rises for good, every step is skipped until
+    ``SkipLimit`` raises. Non-finite norms are skipped too, even without a ``loss_scale``.
 
     Attributes:
       max_norm: The largest norm of an applied step; above 0. None: no limit.
@@ -329,9 +329,9 @@ GUARDS = (
 def continued(guard: Guard, value: Any, saved: Any) -> Any:
     """Returns the state with which a new optimizer continues from a saved one, on the host.
 
-    Measurements move: a dynamic scale, the mean of norms, all counts. Choices are the new
-    optimizer's: a constant scale, the first dynamic one, the limits. ``saved`` is None without this
-    guard; a constant loss scale has counts None.
+    Measurements are continued: a dynamic scale, the mean of norms and all counts. Settings are the
+    new optimizer's: a constant scale, the first dynamic scale and the limits. ``saved`` is None
+    without this guard; a constant loss scale has counts None.
     """
     new: Any = jax.tree.map(np.asarray, guard.new(value))
     return new if saved is None else guard.continued(value, new, saved)

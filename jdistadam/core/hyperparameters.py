@@ -4,11 +4,11 @@ Hyperparameters are frozen values. The kernel's float32 coefficients are compute
 device, with optax's expressions.
 
 [Note: coefficients in optax's own expressions]
-Updates equal optax's only if every coefficient does, bit for bit. So the expressions are literally
-optax's: ``1 - b2`` of a Python float is rounded once, from double precision, and ``b2**t`` is the
-compiler's power function. Computed in the kernel from a float32 ``b2``, ``1 - b2`` is 111 units in
-the last place off for 0.999. They must run inside ``jax.jit``, even for eager calls of an
-optimizer, because the compiler contracts them: one operation at a time gives other bits.
+Updates equal optax's only if every coefficient does, bit for bit. The expressions are therefore
+literally optax's: ``1 - b2`` of a Python float is rounded once, from double precision, and
+``b2**t`` is the compiler's power function. If the kernel computed ``1 - b2`` from a float32 ``b2``,
+it would be 111 units in the last place off for 0.999. They must run inside ``jax.jit``, even for
+eager calls, because the compiler contracts them; one operation at a time gives other bits.
 """
 
 from __future__ import annotations

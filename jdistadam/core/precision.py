@@ -22,14 +22,13 @@ class MixedPrecisionPolicy:
     The dtypes of moments are arguments of ``fused_adamw``.
 
     Attributes:
-      main_params_dtype: How the optimizer stores the exact parameters, sharded; also an argument of
-        ``fused_adamw``, so give it to one of the two, or to neither for float32. float32: main
-        parameters, wherever the parameters have another dtype or another sharding. "remainder16":
-        for bfloat16 parameters, the low 16 bits of the main parameter. The parameter is the
-        bfloat16 nearest to it, with ties away from zero (a cast rounds ties to even), and both
-        together determine its value. float32 parameters have no main parameters; float16 ones
-        raise. None: there are no main parameters; parameters are rounded to their own dtype at
-        every step.
+      main_params_dtype: How the optimizer stores the exact parameters, sharded. ``fused_adamw`` has
+        the same argument. Set at most one of the two; the default is float32. float32: main
+        parameters, wherever the parameters have another dtype or another sharding. "remainder16": a
+        bfloat16 parameter is the bfloat16 nearest to its main parameter, with ties away from zero
+        (a cast rounds ties to even). Only the low 16 bits of the main parameter are stored; both
+        together are its value. float32 parameters then have none, and float16 parameters raise.
+        None: no main parameters; parameters are rounded to their dtype at every step.
       main_grads_dtype: Dtype in which gradients are stored and accumulated over micro-batches.
       grad_comm_dtype: The communication dtype of gradients: contributions are rounded to it once,
         then sent. float32, bfloat16 or float16. None: ``main_grads_dtype``. Bytes sent per device
@@ -37,13 +36,13 @@ class MixedPrecisionPolicy:
       grad_reduce_dtype: Dtype in which contributions are summed across devices. None: the
         collective library sums in the communication dtype; with 16 bits it also rounds partial
         sums. float32: an all-to-all sends contributions in the communication dtype. They are added
-        in float32, adjacent pairs first, an odd one carried, axis by axis from the inner one:
-        always the same bits. Sums stay float32 on their way into the kernel, even if they are sent
-        on.
+        in float32 as a tree of adjacent pairs, one mesh axis after another, the innermost first.
+        The result always has the same bits. Sums stay float32 until the kernel, even if they are
+        sent again.
       param_comm_dtype: The communication dtype of parameters: float32, bfloat16, float16,
         float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: the dtype of the
-        parameters. float8 has no scale factors here: e4m3fn ends at 448, e5m2 keeps two bits of
-        mantissa.
+        parameters. float8 has no scale factors here: the largest e4m3fn number is 448, and e5m2 has
+        two bits of mantissa.
 
     Raises:
       PolicyError: A dtype is unknown, or the combination is contradictory.

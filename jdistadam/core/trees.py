@@ -43,7 +43,7 @@ def parts_of(tree: Any, kind: Any) -> list[Any]:
 def batches_of_equals(kinds: Sequence[Any], most: int) -> list[list[int]]:
     """Returns all indices in batches of at most ``most``, as many as possible of one kind.
 
-    So programs for batches are few. Up to ``most`` items are a single batch, in their order.
+    This needs few programs. Up to ``most`` items are a single batch, in their order.
 
     Example:
       >>> batches_of_equals("aabaabc", 2), batches_of_equals("aab", 3)

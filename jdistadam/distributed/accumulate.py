@@ -143,7 +143,7 @@ def weighted(x: jax.Array, weight: Any) -> jax.Array:
 
 
 def valid_weight(weight: Any) -> jax.Array:
-    """A weight in float32. A negative one becomes NaN: a program cannot raise, but NaN is seen."""
+    """A weight in float32; NaN if it is negative, because a program cannot raise."""
     weight = jnp.asarray(weight, jnp.float32)
     return jnp.where(weight < 0, jnp.nan, weight)
 

@@ -99,8 +99,8 @@ def with_next_ema(
     Args:
       config: The configuration.
       layout: The layout.
-      state: The state with new main parameters and moments. Their windows have left the device
-        before those of the average arrive.
+      state: The state with new main parameters and moments. Their windows leave the device before
+        windows of the average arrive.
       shards: This device's new parameters of each bucket; not read if ``state`` has them in
         float32.
       is_skipped: Whether the step is skipped; None if it cannot be.

@@ -5,13 +5,13 @@ because one leaf may be on several devices; such a bucket is small.
 
 [Note: programs of few leaves]
 The time in which XLA compiles a program grows with the number of its arrays, for thousands of them
-faster than linearly. So no program here takes or returns more than a few leaves, and leaves of
-equal shapes share one: the start of each is an argument.
+faster than linearly. No program here therefore takes or returns more than a few leaves. Leaves of
+equal shapes share a program, which gets the start of each as an argument.
 
 [Note: one collective at a time]
 Virtual CPU devices share a pool of threads. If two independent programs with collectives start one
 after the other, each can get some of the threads and wait forever for the devices that have none.
-So every caller that starts such a program waits for it.
+Every caller that starts such a program therefore waits for it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A call steps *pieces*: buckets, or parts of one. What decides the calls:
 
 - A call has buckets of one mix of dtypes.
-- [Note: gathers beside updates] It has no more buckets than those whose new parameters XLA sends in
-  one merged all-gather. The gather of one call then runs beside the next call. The call after that
-  waits for it: otherwise XLA starts all gathers when the last call has ended.
+- [Note: gathers beside updates] It has only as many buckets as XLA can merge into one all-gather of
+  new parameters. The gather of one call then overlaps the next call. The call after that waits for
+  the gather; otherwise XLA starts all gathers when the last call has ended.
 - A state in host memory is updated in *windows*, and so is one that is updated early, with all
   gathers at the end. A training step updates windows in the order in which the backward pass makes
   their gradients, as far as it is known. XLA then updates the first ones during that pass, unless
@@ -120,10 +120,10 @@ def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
 
 
 def _before_their_gathers(calls: list[list[Piece]], *, needs_all: bool) -> list[list[Piece]]:
-    """Puts calls whose parameters are gathered afterwards before those of parameters that rest cut.
+    """Puts calls whose parameters are gathered before calls whose parameters stay sharded.
 
-    Gathers then run during the other updates. If updates need not wait for all gradients, a quarter
-    of the others come first, until the last gradients have arrived.
+    Gathers then overlap the other updates. If updates need not wait for all gradients, a quarter of
+    the other calls come first, until the last gradients have arrived.
     """
     gathered = [call for call in calls if not call[0].bucket.is_sharded_param]
     others = [call for call in calls if call[0].bucket.is_sharded_param]

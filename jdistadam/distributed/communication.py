@@ -1,9 +1,9 @@
 """The transport: XLA's collectives, or copies between the memory of devices of one host.
 
 An *exchange* sends the parts of a gradient to the devices that add and update them, a *gather*
-sends new parameters to all. "peer" copies (kernels/copies.py): no kernel runs meanwhile, so that in
-``train_step`` copies run beside the model (training/overlap.py). Each device then adds its parts
-pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
+sends new parameters to all. "peer" copies without a kernel (kernels/copies.py), so in
+``train_step`` copies overlap the model (training/overlap.py). Each device then adds its parts
+pairwise in float32, with the same bits as ``grad_reduce_dtype=float32`` over XLA.
 
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
@@ -12,9 +12,9 @@ pairwise in float32, bitwise as ``grad_reduce_dtype=float32`` over XLA.
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
 
-Within such a step XLA sends whatever goes along replica axes. It must be started from one thread:
-devices wait for each other in every step, so two threads whose programs reach two GPUs in different
-orders would wait until the timeout.
+Within such a step XLA communicates along replica axes. All such steps must be started from one
+thread. Devices wait for each other in every step, so two threads whose programs reach two GPUs in
+different orders would wait until the timeout.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
 hold; "peer" raises if a row does not hold. Processes of one host connect first
@@ -162,7 +162,7 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
 def _why_processes_are_apart(parallel: DataParallel, *, is_asked_for: bool) -> str:
     """Why devices of several processes do not copy among each other; "" if they do.
 
-    It connects the processes and tries it, so all must come to it; all get the same result.
+    It connects the processes and tries a copy, so all must call it; all get the same result.
     """
     mesh = parallel.mesh
     if not all(map(_exists, mesh.devices.flat)):

@@ -1,7 +1,7 @@
 """The flat arrays of a state, and moments that are decoded and encoded.
 
-A moment is one flat array of floats; or the codes of all coded leaves are one, and the moments of
-all other leaves are another. A ``Slot`` says in which array a bucket's shard is, and where.
+A moment is one flat array of floats, or two: the codes of all coded leaves, and the moments of all
+other leaves. A ``Slot`` says in which array a bucket's shard is, and where.
 """
 
 from __future__ import annotations

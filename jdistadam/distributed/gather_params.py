@@ -1,28 +1,28 @@
 """Parameters for a loss: local to a device, and gathered, with local or summed gradients.
 
-[Note: widened shards] JAX gives a gradient the dtype of its parameter. The dtype of a bfloat16
-shard would round the float32 sum of gradients that ``gather_params`` makes. So shards are widened
-before they are differentiated, to a dtype that also holds the sums, and rounded to their own before
-they are sent; both are exact. It costs a copy of the shards while the loss is differentiated: in
-float32 4 / N bytes per parameter. A zero of that shape next to each shard would cost as much, and
-change the tree that the loss sees.
+[Note: widened shards] JAX gives a gradient the dtype of its parameter. For a bfloat16 shard, the
+float32 sum of gradients that ``gather_params`` computes would be rounded. Shards are therefore
+widened before they are differentiated, to a dtype that also holds the sums, and rounded back before
+they are sent. Both are exact. The widened copy exists while the loss is differentiated, in float32
+4 / N bytes per parameter. Over peer memory, ``train_step`` widens one layer of a loop at a time
+(training/overlap.py).
 
 [Note: weights before the sum] The gradients of scanned layers are summed over devices inside the
 backward pass, so a device's weight must be applied there. But a backward pass can only use values
-from its forward pass, and ``loss_fn`` returns the weight at the end. So ``train_step`` first calls
-``loss_fn`` once more, only for the weight: XLA keeps the operations that the weight depends on.
-``gather_params``, which ``loss_fn`` calls, finds the weight in a JAX context that is part of the
-keys of JAX's caches: nothing traced with another weight is used again.
+from its forward pass, and ``loss_fn`` returns the weight at the end. ``train_step`` therefore calls
+``loss_fn`` once before, only for the weight; XLA keeps only what the weight depends on.
+``gather_params``, which ``loss_fn`` calls, finds the weight in a JAX context. The context is part
+of the keys of JAX's caches, so nothing traced with another weight is used again.
 
 [Note: one block at a time] In an unrolled model only XLA's scheduler decides when a block's
-parameters are gathered and its gradients summed. It delays gradients of parameters, for which no
-other block waits, and keeps all activations that they need, as long as memory lasts. With
-``after``, a gather waits for activations, and in the backward pass their gradient waits for the sum
-of the block's gradients: a zero that depends on that sum is added to it. If ``after`` is the input
-of the previous block, the gather and the sum of gradients each overlap with one other block.
-Compiled for eight H200s, a GPT with 1.3e9 parameters takes less temporary memory this way than in a
-scan. Over copies ``train_step`` orders gathers itself, two blocks ahead in both passes; after a
-block that is computed again, a gather could only start with it.
+parameters are gathered and its gradients summed. It delays the gradients of parameters, because no
+other block waits for them, and keeps the activations that they need as long as memory lasts. With
+``after``, a gather waits for activations. In the backward pass, the gradient of these activations
+waits for the sum of the block's gradients, because a zero that depends on that sum is added to it.
+If ``after`` is the input of the previous block, the gather and the sum each overlap one other
+block. Compiled for eight H200s, a GPT with 1.3e9 parameters takes less temporary memory this way
+than in a scan. Over peer memory ``train_step`` orders gathers itself, two blocks ahead in both
+passes; a gather that waits for a recomputed block could only start with that block.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from jdistadam.kernels import copies
 def local_params(params: Params, tx: DistributedTransformation) -> Any:
     """Marks params as this device's own; called before ``jax.grad``, inside ``jax.shard_map``.
 
-    Inside ``jax.shard_map(check_vma=True)`` the gradient of a replicated array is summed over the
-    devices on the way. The gradient of the result of this function stays local, as ``tx.step``
-    needs it.
+    Inside ``jax.shard_map(check_vma=True)``, JAX sums the gradient of a replicated array over the
+    devices. Gradients with respect to the result of this function stay local, as ``tx.step`` needs
+    them.
 
     Under "optim_grads_params" it also puts each shard of a parameter into a ``Shard``, a pytree
-    node that ``gather_params`` turns into a plain array. It widens it to a dtype that holds the
-    sums of its gradients, float32 unless they have 16 bits by ``policy``: so a gradient is not
-    rounded between its sum and ``tx.step``. ``gather_params`` rounds the shards back before it
-    sends them. In float32 that copy takes 4 / N bytes per parameter. ``step`` takes params in
-    either form, and returns them in the same form.
+    node that ``gather_params`` turns into a plain array. It widens shards to a dtype that holds the
+    sums of their gradients (float32, unless ``policy`` sums in 16 bits), so that sums are not
+    rounded before ``tx.step``. ``gather_params`` rounds the shards back before it sends them. In
+    float32 the widened copy takes 4 / N bytes per parameter. ``step`` takes params in either form,
+    and returns them in the same form.
 
     Args:
       params: All params, as this device has them.
@@ -93,8 +93,8 @@ def _with_shards(config: DistributedConfig, schedule: Schedule, params: Params) 
 def stored_params(params: Any, tx: DistributedTransformation) -> Any:
     """Returns params as a device has them between steps: the inverse of ``local_params``.
 
-    Each ``Shard`` becomes a plain array in the dtype of the parameter, as ``jax.shard_map`` takes
-    it with ``out_specs=tx.param_specs(params)``. A program of several steps ends with it.
+    Each ``Shard`` becomes a plain array in the dtype of the parameter, for ``jax.shard_map`` with
+    ``out_specs=tx.param_specs(params)``. Call it at the end of a program of several steps.
 
     Args:
       params: The result of ``local_params``, or of a ``step`` with it.
@@ -114,16 +114,16 @@ def stored_params(params: Any, tx: DistributedTransformation) -> Any:
 def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None) -> Any:
     r"""Gathers sharded parameters over ``shard_axis``; inside ``jax.shard_map``.
 
-    For "optim_grads_params", whose shards ``local_params`` marks. Otherwise it returns its
-    argument, so a model need not know the strategy. Leaves other than ``Shard`` are returned
-    unchanged, and so are whole stacks of layers: these are gathered one layer at a time, when a
-    scan or an index selects it. Shards are sent in ``policy.param_comm_dtype``. The gradient with
-    respect to a shard is this device's part of
+    Under "optim_grads_params" it gathers the shards that ``local_params`` marks. Otherwise it
+    returns its argument, so a model need not know the strategy. Leaves other than ``Shard`` are
+    returned unchanged, and so are whole stacks of layers: a layer is gathered when a scan or an
+    index selects it. Shards are sent in ``policy.param_comm_dtype``. The gradient with respect to a
+    shard is this device's part of
 
     .. math:: \sum_r g_r
 
-    summed over ``shard_axis`` as the policy says; ``step`` takes it, and gradients with respect to
-    the whole leaf, without changes. In a custom training loop, with ``opt = tx.bind(params)``::
+    summed over ``shard_axis`` as the policy says. ``step`` takes such gradients, and gradients with
+    respect to whole leaves. In a custom training loop, with ``opt = tx.bind(params)``::
 
         shards = jda.local_params(params, opt)
         grads = jax.grad(lambda p: loss(jda.gather_params(p, opt)))(shards)
@@ -138,7 +138,7 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
         for params in blocks:
             x, before = block(params, x, before), x
 
-    so that the gather of the next block overlaps this one's forward pass, and is no earlier. In a
+    The gather of the next block then overlaps this one's forward pass, and starts no earlier. In a
     model that scans over stacked layers::
 
         @functools.partial(jax.checkpoint, policy=jda.remat_policy, prevent_cse=False)
@@ -147,15 +147,15 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
 
         x, _ = jax.lax.scan(body, x, params["layers"])
 
-    so that two or three layers' parameters are whole at a time: on GPUs ``train_step`` compiles
-    loops such that gathering the next layer and reducing the last layer's gradients overlap this
-    layer. ``prevent_cse=False``, which is safe inside a scan, lets XLA do this in the backward pass
-    too. ``train_step`` passes stacked leaves to ``loss_fn`` as ``local_params`` returns them; with
-    ``weighted``, a layer's gradients are multiplied by the weight before they are summed.
+    Only two or three layers' parameters are then unsharded at a time. On GPUs ``train_step``
+    compiles loops in which gathering the next layer and reducing the previous layer's gradients
+    overlap this layer. ``prevent_cse=False``, which is safe inside a scan, allows this in the
+    backward pass too. ``train_step`` passes stacked leaves to ``loss_fn`` as ``local_params``
+    returns them. With ``weighted``, a layer's gradients are weighted before they are summed.
 
     With ``reshard_after_forward=False`` it gathers all params, including stacks, and returns a
-    layer of these unchanged. In a custom training loop gather once per step, before
-    differentiation; micro-batches share the gathered params, and ``accumulate`` takes no others::
+    layer of a gathered stack unchanged. In a custom training loop, gather once per step, before
+    differentiation and for all micro-batches. ``accumulate`` needs gradients of these params::
 
         whole = jda.gather_params(jda.local_params(params, opt), opt)
         grads = jax.grad(loss)(whole, batch)
@@ -166,9 +166,9 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
       tx: The optimizer.
       after: Activations, such as the input of the previous block. The gather starts only when they
         are computed. In the backward pass, their gradient waits until the gradients of ``shards``
-        are reduced: [Note: one block at a time]. None: XLA decides, and may keep many blocks of an
-        unrolled model in memory. In ``train_step`` over peer memory it changes nothing: blocks are
-        gathered shortly before their use.
+        are reduced ([Note: one block at a time]). None: XLA decides, and may keep many blocks of an
+        unrolled model in memory. Has no effect in ``train_step`` over peer memory, where blocks are
+        always gathered shortly before their use.
 
     Returns:
       The unsharded params, on every device, in their own dtypes.
@@ -276,8 +276,8 @@ def remat_policy(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _GATHERED_AGAIN and not is_copy
 
 
-# The collective itself, and operations that may be between it and the first use: if saved, they
-# would keep a whole parameter alive.
+# The collective itself, and operations that may be between it and the first use. If they were
+# saved, they would keep a whole parameter in memory.
 _GATHERED_AGAIN = frozenset(
     "all_gather all_gather_invariant pvary pcast reduce_precision optimization_barrier name "
     "convert_element_type bitcast_convert_type reshape squeeze expand_dims transpose "
@@ -310,7 +310,7 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     @jax.custom_vjp
     def gather(value: jax.Array, weight: Any) -> jax.Array:
         own = value.astype(dtype)  # exact: [Note: widened shards]
-        # Typed as varying: otherwise types would sum the gradient of every use over the devices.
+        # Typed as varying. Otherwise JAX would sum the gradient of every use over the devices.
         return run(whole, own)
 
     def forward(value: jax.Array, weight: Any) -> tuple[jax.Array, Any]:

@@ -3,14 +3,14 @@
 [Note: windows]
 Between steps all flat arrays, or some, are in pinned host memory. A step copies a window of them to
 the device, a few buckets at a time, updates it there, and copies it back. On GPUs both directions
-run at once, while the kernel updates a third window. As many windows are on the device as
-``WINDOWS_BYTES`` allows: half of them arrive before they are needed, and half have time to
-leave, so that the backward pass waits for neither. The kernel gets arrays that begin with the
-window. Its result for an element does not depend on the element's position in the flat state, so
-the results equal those of a state on the device.
+run at once, while the kernel updates a third window. ``WINDOWS_BYTES`` limits the windows on the
+device. Half of them arrive before they are needed, and half have time to leave, so the backward
+pass waits for neither. The kernel gets arrays that begin with the window. Its result for an element
+does not depend on the element's position in the flat state, so the results equal those of a state
+on the device.
 
-Every call depends on the previous one, if necessary by an operand that it does not read. So XLA
-cannot reorder the calls, and never copies an array on the host to keep an older value of it.
+Every call depends on the previous one, if necessary by an operand that it does not read. XLA
+therefore cannot reorder the calls, and never copies an array on the host to keep an older value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of the paths of leaves: what a model gathers itself, and what rests whole."""
+"""Functions of the paths of leaves: what a model gathers itself, and what stays unsharded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layers:
         return kind
 
     def of(self, paths: Sequence[str]) -> list[str | None]:
-        """Returns this for every leaf.
+        """Returns what the model does with each leaf.
 
         Raises:
           TreeError: It is None for all of them.
@@ -85,7 +85,7 @@ def as_layers(value: Any) -> Layers | None:
 def rest_whole(
     reshard_after_backward: Callable[[str], bool] | None, paths: Sequence[str]
 ) -> list[bool]:
-    """Returns for each leaf whether devices hold it whole between steps, if they cut others.
+    """Returns for each leaf whether devices hold it unsharded between steps, if they cut others.
 
     Raises:
       HyperparameterError: The function returned anything but True or False.

@@ -17,11 +17,11 @@ from jdistadam.distributed.layout import Bucket, Layout, Leaf
 
 # A canonical text of everything that decides the position and meaning of a flat state's elements.
 #
-# Flat arrays of two layouts can have the same size: without an identifier, a state that is restored
-# into another layout gives every leaf another leaf's moments. So a state carries a digest of this
-# text as an array of 16 bytes, which survives checkpoints, pickle and tree maps; every function
-# that takes a state compares it with the digest of the expected layout. Our checkpoints store the
-# text.
+# Flat arrays of two layouts can have the same size. Without an identifier, a state that is restored
+# into another layout gives every leaf another leaf's moments. A state therefore carries a digest of
+# this text as an array of 16 bytes, which survives checkpoints, pickle and tree maps. Every
+# function that takes a state compares it with the digest of the expected layout. Our checkpoints
+# store the text.
 #
 # The text is JSON, one line for each leaf and each bucket, always written the same way: equal
 # layouts have equal bytes in every process, on every platform and in every version of Python. It

@@ -6,11 +6,11 @@ written for ``jax.jit`` runs in a region that is manual over the data axes only,
 it over the others. The optimizer runs in a region *nested* in it, manual over all axes: each
 function of this file enters one, unless it is inside one already.
 
-Without it, a reduce-scatter over the data axes makes XLA gather the model axes first, and XLA's CPU
-backend ends the process at a bfloat16 sum. The alternative, to pass stacked local gradients to a
-second region next to it, compiles to the same collectives and copies: compared for eight H200s
-as 4 x 2, for each sharding strategy, with one and with four micro-batches. The nested region was
-chosen because it also works within a loop over micro-batches and in a user's own region.
+Without the nested region, a reduce-scatter over the data axes makes XLA gather the model axes
+first, and XLA's CPU backend ends the process at a bfloat16 sum. The alternative, to pass stacked
+local gradients to a second region, compiles to the same collectives and copies. (Compared for eight
+H200s as 4 x 2, for each sharding strategy, with one and with four micro-batches.) The nested region
+also works within a loop over micro-batches and in a user's own region.
 
 In a region over the data axes, an array consists of the parts of all devices along the tensor axes,
 concatenated along the dimensions that its PartitionSpec cuts. This holds for shards of parameters

@@ -1,8 +1,8 @@
 """The global norm of gradients; norms of gradients, parameters and updates, by leaf or by group.
 
 The kernels sum the squares (cuda/squares.h); they treat each bucket's shard as one leaf. In a
-bucket that packs several leaves, each device has another part of the leaves. So there the kernels
-store the square of each element, and the squares of a leaf are added afterwards.
+bucket that packs several leaves, each device has another part of the leaves. For such buckets the
+kernels store the square of each element, and the squares of a leaf are added afterwards.
 
 Meshes with the same layout give the same sums, except that the collective library determines the
 order of the sum over devices. On another mesh, and compared with an exact norm, the relative error

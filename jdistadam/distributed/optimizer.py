@@ -84,8 +84,8 @@ def distributed(
       g = s \sum_r g_r, \qquad s = \frac1N \min\left(1, \frac{G}{\lVert \bar g \rVert}\right)
 
     with :math:`G` = ``max_grad_norm``, followed by the formula of ``tx``. The sum is in
-    ``policy.grad_reduce_dtype`` (None: in the dtype of communication); the scalar :math:`s`, which
-    also holds the inverse of the loss scale, is float32 and applied inside the kernel.
+    ``policy.grad_reduce_dtype`` (None: in the communication dtype). The kernel applies the float32
+    scalar :math:`s`, which also contains the inverse of the loss scale.
 
     Memory and traffic of a device, for :math:`P` parameters and :math:`M` micro-batches:
 
@@ -99,86 +99,85 @@ def distributed(
     reshard_after_forward=False  P / N   P                 P / N   grads, params
     ============================ ======= ================= ======= =======================
 
-    Parameters for which ``reshard_after_backward`` is False count as whole: P, not P / N.
+    Parameters for which ``reshard_after_backward`` is False are not sharded: P instead of P / N.
 
     Args:
       tx: ``fused_adamw(...)`` or ``fused_adam(...)``, also in ``inject_hyperparams``. It defines
-        the formula and how moments are stored. If it leaves main_params_dtype open, main parameters
+        the formula and how moments are stored. If its main_params_dtype is unset, main parameters
         are float32; if its mu_dtype is None, the first moment is float32. A function for its mask
-        or param_labels sees the shapes of params before they are sharded.
+        or param_labels gets the shapes of unsharded params.
       mesh: The mesh, e.g. ``jax.make_mesh((8,), ("data",))``.
       shard_axis: The mesh axis, or a tuple of axes, outermost first, over which state is sharded
         and gradients are summed.
       replica_axis: Further axes that carry data, across which the shards are replicated (hybrid
-        sharding): gradients are summed over ``shard_axis`` first, then their shards over these.
-      sharding_strategy: "no_shard"; "optim": main parameters and moments are sharded (ZeRO-1);
+        sharding). Gradients are summed over ``shard_axis`` first, then their shards over these.
+      sharding_strategy: "no_shard". "optim": main parameters and moments are sharded (ZeRO-1).
         "optim_grads": every micro-batch's gradients are reduced immediately, and their shards are
-        accumulated (ZeRO-2); "optim_grads_params": leaves of 16384 elements or more with a
-        dimension that divides are sharded too (ZeRO-3), see ``gather_params``.
+        accumulated (ZeRO-2). "optim_grads_params": leaves of 16384 elements or more are sharded
+        too, if the number of shards divides a dimension (ZeRO-3); see ``gather_params``.
       outer_sharding_strategy: "optim": state is sharded over ``replica_axis`` as well.
-      reshard_after_forward: Under "optim_grads_params". True: ``layers`` of a scan are
-        gathered one by one, again in the backward pass, and gradients are reduced in every
-        micro-batch. False: a step gathers all parameters once, overlapping the forward pass, sums
-        whole gradients over its micro-batches, and reduces them once; devices still hold shards
-        between steps. States can be exchanged between the two. See docs/gathering.md.
+      reshard_after_forward: Under "optim_grads_params". True: ``layers`` of a scan are gathered one
+        by one, again in the backward pass, and gradients are reduced in every micro-batch. False: a
+        step gathers all parameters once, during the forward pass. It sums unsharded gradients over
+        its micro-batches, and reduces them once. Devices still hold shards between steps. Both
+        settings take the same states. See docs/gathering.md.
       reshard_after_backward: Under "optim_grads_params": a function of the path of a leaf, such as
         ``lambda path: "embed" not in path``. Where it is False, devices hold the whole leaf between
-        steps, and gather it when it has been updated, concurrently with other updates. Choose what
-        the model uses first: gathers of the rest then have time until their parameters are used.
-        With ``reshard_after_forward=False`` this costs no memory at the peak of a step. None: True
-        for every leaf.
+        steps. They gather it right after its update, concurrently with other updates. Choose the
+        leaves that the model uses first, so that the others can be gathered meanwhile. With
+        ``reshard_after_forward=False`` this costs no memory at the peak of a step. None: True for
+        every leaf.
       policy: The dtypes in which values are stored and sent. None: float32 gradients and main
         parameters; parameters are sent in their own dtype.
       max_grad_norm: Clips the mean gradient to this global norm, as
         ``optax.clip_by_global_norm``. None: no clipping.
       loss_scale: The factor of the loss before it is differentiated, a number or a
         ``DynamicLossScale``. ``train_step`` applies it; in a custom training loop use
-        ``scale_loss``. The order is unscale, norm, clip, step. A step with a non-finite gradient on
-        any device is skipped and counted, and changes no bit of params, moments and count. With 1.0
-        nothing is scaled, but such steps are skipped. None: they are not.
-      average_grads: Whether to take the mean. If not, gradients are summed over devices and
-        micro-batches, with their weights if they have any.
+        ``scale_loss``. The order is unscale, norm, clip, step. If any device has a non-finite
+        gradient, the step is skipped and counted, and changes no bit of params, moments and count.
+        1.0: nothing is scaled, but such steps are skipped. None: they are not skipped.
+      average_grads: Whether to average gradients over devices and micro-batches. If not, they are
+        summed, with their weights if there are any.
       bucket_bytes: Upper limit of a bucket of packed small leaves, in bytes.
       param_specs: For models that are partitioned over the mesh's other axes: a tree of
-        PartitionSpecs over these, or of NamedShardings, with None for leaves that are not sharded;
-        a prefix of params or a function of them. ``flax.linen.get_partition_spec`` and
-        ``nnx.get_partition_spec`` return one. ``train_step`` leaves these axes to XLA. In a
-        ``jax.shard_map`` of your own over all axes, gradients of leaves that are not sharded over
-        such an axis must be the same along it.
-      communication: The transport of a step. "xla": XLA's collectives. "peer": copies from memory
-        to memory by the copy engines of GPUs, for GPUs (or virtual CPU devices) of one process,
-        or of several processes of one host (docs/processes.md).
-        ``train_step`` runs them beside the model and the updates. Raises if it is not supported.
-        "auto": "peer" on GPUs if it is supported, which requires ``grad_reduce_dtype=jnp.float32``
-        among others, and links that are fast enough; else "xla". Both give the same bits with
-        these sums. See docs/peer_memory.md.
+        PartitionSpecs over these, or of NamedShardings, with None for leaves that are not sharded.
+        It may be a prefix of params or a function of them. ``flax.linen.get_partition_spec`` and
+        ``nnx.get_partition_spec`` return one. ``train_step`` leaves these axes to XLA. In your own
+        ``jax.shard_map`` over all axes, a leaf that is not sharded over such an axis must have
+        equal gradients along it.
+      communication: The transport of a step. "xla": XLA's collectives. "peer": the copy engines of
+        GPUs copy from memory to memory. The GPUs (or virtual CPU devices) belong to one process, or
+        to several processes of one host (docs/processes.md). In ``train_step`` the copies overlap
+        the model and the updates. Raises if "peer" is not supported. "auto": "peer" on GPUs with
+        fast links if it is supported, which requires ``grad_reduce_dtype=jnp.float32`` among
+        others; else "xla". With float32 sums, both give the same bits. See docs/peer_memory.md.
       layers: For models that gather their layers themselves: a function of the path of a leaf, such
         as ``lambda path: "scan" if "layers" in path else None`` for ``params['layers']['w']``.
-        "scan": the first dimension of the leaf is the layers, over which the model scans; shards
-        are cut within a layer. "block": the model gathers the leaf before it uses it. None: all
-        others. Under "optim_grads_params" with ``reshard_after_forward``, ``train_step`` and
-        ``eval_step`` pass these leaves to ``loss_fn`` as shards. The model calls ``gather_params``
-        in its scan, or for one block at a time, best inside of ``jax.checkpoint``; under other
-        strategies layers are already whole. See docs/gathering.md.
+        "scan": the model scans over the first dimension of the leaf, its layers; shards are cut
+        within each layer. "block": the model gathers the leaf before it uses it. None: all other
+        leaves. Under "optim_grads_params" with ``reshard_after_forward``, ``train_step`` and
+        ``eval_step`` pass selected leaves to ``loss_fn`` as shards. The model calls
+        ``gather_params`` for each layer in its scan, or for one block at a time, best inside
+        ``jax.checkpoint``. Under other strategies layers are not sharded. See docs/gathering.md.
       ema_decay: Keeps a moving average :math:`e` of the exact parameters :math:`p` (main
         parameters, if any): :math:`e_0 = p_0`, then in every applied step
         :math:`e_t = d e_{t-1} + (1 - d) p_t` with :math:`d` = ``ema_decay``, between 0 and 1.
         float32, sharded like the moments; ``ema_params`` returns it. See docs/evaluation.md.
-      norm_guard: A ``NormGuard``: steps whose gradient norm exceeds its limits are skipped like
-        non-finite ones, and counted separately. Unlike those, they do not change the loss scale.
-      norms: The norms that a step takes in its kernel, in float32, in addition to ``grad_norm``.
+      norm_guard: A ``NormGuard``. Steps whose gradient norm exceeds its limits are skipped and
+        counted separately. Unlike non-finite steps, they do not change the loss scale.
+      norms: Norms that the kernel of a step computes, in float32, in addition to ``grad_norm``.
         "total": ``param_norm`` of the new exact parameters :math:`p`, before they are rounded to be
-        stored, and ``update_norm`` of the difference subtracted from the old ones. "leaves": also
-        ``grad_norm/<path>``, ``param_norm/<path>`` and ``update_norm/<path>`` of every leaf that is
-        not frozen. A function of the path, such as ``lambda path: path.split("'")[1]``: those of
-        groups of leaves, by the name that it returns; None for a leaf that counts only in the
-        total. They are among the metrics of ``train_step``; in a custom training loop
-        ``step_with_norms`` returns them. See docs/recipes.md.
+        stored, and ``update_norm`` of what the step subtracts. "leaves": also ``grad_norm/<path>``,
+        ``param_norm/<path>`` and ``update_norm/<path>`` of every leaf that is not frozen. A
+        function of the path, such as ``lambda path: path.split("'")[1]``: also norms of groups of
+        leaves, by the name that it returns; None for a leaf that counts only in the total.
+        ``train_step`` returns the norms among its metrics, and ``step_with_norms`` in a custom
+        training loop. See docs/recipes.md.
       state_memory: "device", or "pinned_host": main parameters, moments and the average stay in
-        host memory. A dict (``{"mu": "pinned_host"}``) chooses some of these arrays. The same bits,
-        but slower. See docs/out_of_memory.md.
+        host memory. A dict (``{"mu": "pinned_host"}``) selects some of these arrays. Results have
+        the same bits, but steps are slower. See docs/out_of_memory.md.
       early_updates: Whether ``train_step`` updates each parameter, and frees its gradient, as soon
-        as the gradient is known: the same bits. Not with ``max_grad_norm``, ``loss_scale`` or
+        as the gradient is known, with the same bits. Not with ``max_grad_norm``, ``loss_scale`` or
         ``norm_guard``. None: for a state in host memory without these. See docs/out_of_memory.md.
 
     Returns:
@@ -369,8 +368,8 @@ class _Functions:
         state: DistributedState = jax.jit(make)(params)
         if not is_apart:
             return state
-        # Arrays that may not fit on the device are made on the host and filled in windows, those of
-        # many leaves bucket by bucket.
+        # Arrays that may not fit on the device are made on the host and filled in windows, or
+        # bucket by bucket if there are many leaves.
         moments = {name: zeros(config, layout, name) for name in ("mu", "nu")}
         state = with_main_params(config, layout, specs, state._replace(**moments), params)
         return with_new_ema(config, layout, specs, state, params, state.main_params)

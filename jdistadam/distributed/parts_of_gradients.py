@@ -21,8 +21,8 @@ from jdistadam.kernels.parts import Cut, Parts, PartsResults, step_parts, sum_pa
 def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
     """Whether one kernel adds the parts of a bucket's gradient and steps.
 
-    It has no codecs, rounding or norms of leaves, and needs float32 main parameters, of which
-    devices have equal parts, in device memory.
+    This kernel has no codecs, rounding or norms of leaves. It needs float32 main parameters in
+    device memory, of which devices have equal parts.
     """
     return (
         config.communication.is_peer
@@ -72,7 +72,7 @@ def added(
     *,
     all_of_them: bool = True,
 ) -> tuple[StepGrads, Sequence[Any]]:
-    """Adds parts in the order in which they come.
+    """Adds parts in the order in which they arrive.
 
     Args:
       config: The configuration.

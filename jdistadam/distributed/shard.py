@@ -3,7 +3,7 @@
 Outside programs, params are plain global arrays. Inside ``jax.shard_map``, ``local_params`` puts
 each shard into a ``Shard``, and ``gather_params`` turns it into a plain array. The gradient with
 respect to a ``Shard`` is a ``Shard`` too, because JAX gives gradients the tree structure of their
-parameters. So types, not shapes, show which arrays are shards and which gradients are summed.
+parameters. Types, not shapes, show which arrays are shards and which gradients are summed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _UNCUT = P()
 class Shard:
     """This device's part of a parameter, or of the sum of its gradients over ``shard_axis``.
 
-    A pytree node around an array: ``jax.tree.map`` and norms over leaves see the values and the
-    shape of this device's part. Its static part has neither name nor shape, so equal layers have
-    equal tree structures. Dimensions are counted from the end, so they hold in a stack of layers,
-    in one layer and under ``jax.vmap``.
+    A pytree node around an array. ``jax.tree.map`` and norms over leaves get the values and the
+    shape of this device's part. The static part of the node has neither name nor shape, so equal
+    layers have equal tree structures. Dimensions are counted from the end, so they are the same in
+    a stack of layers, in one layer and under ``jax.vmap``.
 
     Attributes:
-      value: The array. For a parameter it has the dtype of the gradients; ``step`` and
-        ``gather_params`` round it to ``dtype``: [Note: widened shards].
+      value: The array. For a parameter it has the dtype of the gradients, and ``step`` and
+        ``gather_params`` round it to ``dtype`` ([Note: widened shards]).
       dim: The dimension that is cut, from the end: -1 is the last one.
       ndim: The number of dimensions of one gathered array. A stack of layers has more.
       dtype: The dtype of the parameter.

@@ -20,17 +20,17 @@ class DistributedState(NamedTuple):
 
     Attributes:
       count: Shape (), int32: steps taken, excluding skipped ones; replicated.
-      main_params: Shape (devices * main_size,), float32, sharded: the main parameters. uint16
-        with main_params_dtype "remainder16": their low halves. None if no parameter has one.
-        ``devices``: how many hold different parts, over the axes of shards and of a model.
+      main_params: Shape (devices * main_size,), float32, sharded: the main parameters. With
+        "remainder16": their low halves, uint16. None if no parameter has one. ``devices`` is the
+        number of devices with different parts, along shard axes and tensor axes.
       mu: Shape (devices * flat_size,), mu_dtype of the optimizer, sharded; FlatCodes for "block8"
         and "block16".
       nu: The same shape, nu_dtype of the optimizer, sharded; likewise.
       grad_norm: Shape (), float32: global norm of the last mean gradient, before clipping. NaN if
         the state was of another layout.
       layout_digest: Shape (16,), uint8, replicated: a digest of the layout, which identifies the
-        leaf of each element of the flat arrays. Every function that takes a state compares it;
-        keep it with the arrays.
+        leaf of each element of the flat arrays. Every function that takes a state compares the
+        digest, so keep it with the arrays.
       scaling: The loss scale and the number of skipped steps; None without loss_scale.
       key: Shape (2,), uint32, replicated: the constant seed of random bits; None without
         stochastic rounding.
@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
         that cannot happen.
       is_other_layout: Shape (), bool: whether the state has another layout. New parameters,
         moments and norm are then NaN, and the state keeps the digest of the other layout.
-      learning_rate: Shape (), float32: of this step, without those of groups.
+      learning_rate: Shape (), float32: the learning rate of this step, not of groups.
       norms: The norms by name, shape (), float32; the same on all devices. None without
         ``norms``.
     """

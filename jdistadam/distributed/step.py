@@ -71,8 +71,8 @@ def step_local(
 ) -> StepResult:
     """One step on one device: reduction, norm, kernel, all-gather.
 
-    With a state of another layout the coefficients are NaN and the step is never skipped: so
-    parameters, moments and norm become NaN, and the digest stays that of the other layout.
+    With a state of another layout the coefficients are NaN and the step is never skipped.
+    Parameters, moments and norm then become NaN, and the state keeps its digest.
 
     Args:
       config: The configuration.

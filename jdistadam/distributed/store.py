@@ -43,7 +43,7 @@ class Store:
       state: The state before the first call.
       calls: All calls, in order.
       inputs: An array of each bucket that the calls need. Copies from the host start when the first
-        one is there of those that need them.
+        input of a call that needs them is there.
       after: Arrays on which the first copy depends, in addition.
     """
 

@@ -35,13 +35,13 @@ class DistributedTransformation(FusedTransformation):
         specs = P(), tx.state_specs()
         step = jax.shard_map(local_step, mesh=mesh, in_specs=(*specs, P("data")), out_specs=specs)
 
-    ``init`` also runs outside of it. Under "optim_grads_params" devices hold shards of the params,
-    and a ``shard_map`` of your own needs the optimizer that ``bind`` returns.
+    ``init`` also runs outside ``shard_map``. Under "optim_grads_params" devices hold shards of the
+    params, and your own ``shard_map`` needs the optimizer that ``bind`` returns.
 
-    ``update`` raises. optax's wrappers, Flax's ``TrainState`` and ``nnx.Optimizer`` call it, and
-    inside them each device would clip its own gradients, wait for devices that skip the step, or
-    change params without the main parameters. ``unwrapped`` returns an optimizer whose ``update``
-    works, for code that calls it directly.
+    ``update`` raises, because optax's wrappers, Flax's ``TrainState`` and ``nnx.Optimizer`` call
+    it. Inside them each device would clip its own gradients, wait for devices that skip the step,
+    or change params without the main parameters. ``unwrapped`` returns an optimizer whose
+    ``update`` works, for code that calls it directly.
     """
 
     config: DistributedConfig
@@ -108,13 +108,13 @@ class DistributedTransformation(FusedTransformation):
                 updates, state = opt.update(grads, state, params)
                 return optax.apply_updates(params, updates), state
 
-        The gradients are those of ``step``. Nothing may change gradients before it or updates after
-        it, and every device must call it in every step: a wrapper such as ``optax.chain``,
-        ``MultiSteps`` or ``apply_if_finite`` breaks this, and nothing here can see the wrapper.
+        ``update`` takes the gradients that ``step`` takes. Every device must call it in every step,
+        and nothing may change gradients before it or updates after it. Wrappers such as
+        ``optax.chain``, ``MultiSteps`` or ``apply_if_finite`` break this rule undetected.
 
         Returns:
-          ``init``, and ``update``, whose updates are float32: ``apply_updates`` returns exactly the
-          parameters that ``step`` does.
+          ``init`` and ``update``. Updates are float32, so that ``optax.apply_updates`` returns
+          exactly the parameters that ``step`` returns.
 
         Example:
           >>> import jax.numpy as jnp, jdistadam as jda
@@ -149,11 +149,11 @@ class DistributedTransformation(FusedTransformation):
           grads: Local gradients, or the result of ``accumulate``.
           state: The state.
           params: The params.
-          **extra_args: Those of the transformations in a chain.
+          **extra_args: Extra arguments of the transformations in a chain.
 
         Returns:
-          The result of ``step``, and the norms of the optimizer's ``norms`` by name: shape (),
-          float32, the same on all devices, so that their PartitionSpec is ``P()``.
+          The result of ``step``, and the norms that ``norms`` requests, by name. Each has shape (),
+          float32, and is equal on all devices, so its PartitionSpec is ``P()``.
 
         Raises:
           PolicyError: The optimizer was made without ``norms``.
@@ -167,10 +167,10 @@ class DistributedTransformation(FusedTransformation):
         return result.params, result.opt_state, result.norms or {}
 
     def bind(self, params: Params) -> DistributedTransformation:
-        """Returns this optimizer bound to these params, which it then knows in ``jax.shard_map``.
+        """Returns this optimizer bound to params, whose shapes it then knows in ``jax.shard_map``.
 
         A device that holds only shards sees neither their unsharded shapes nor which leaves are
-        shards. So under "optim_grads_params" a ``jax.shard_map`` of your own needs it::
+        shards. Under "optim_grads_params" a ``jax.shard_map`` therefore needs a bound optimizer::
 
             opt = tx.bind(params)
 
@@ -179,7 +179,7 @@ class DistributedTransformation(FusedTransformation):
                 grads = jax.grad(lambda p: loss(jda.gather_params(p, opt), batch))(shards)
                 return opt.step(grads, state, params)
 
-        ``train_step`` and ``TrainState.create`` bind it themselves.
+        ``train_step`` and ``TrainState.create`` bind the optimizer themselves.
 
         Args:
           params: Tree of arrays or ``jax.ShapeDtypeStruct``, in their form outside of shard_map.
@@ -285,8 +285,8 @@ class DistributedTransformation(FusedTransformation):
     def data_specs(self, specs: Any) -> Any:
         """Returns PartitionSpecs restricted to the axes that carry data.
 
-        For a ``jax.shard_map`` that is manual over these and leaves the axes of ``param_specs`` to
-        XLA; ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` work in it too::
+        For a ``jax.shard_map`` over the data axes that leaves the axes of ``param_specs`` to XLA.
+        ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` also work in it::
 
             specs = tx.data_specs((tx.param_specs(params), tx.state_specs()))
             step = jax.shard_map(local_step, mesh=mesh, axis_names={"data"},
@@ -334,9 +334,9 @@ class DistributedTransformation(FusedTransformation):
         The layout depends on the paths, shapes and dtypes of the params, on ``param_labels`` that
         freeze leaves, on the number of shards, ``bucket_bytes`` and the kind of main parameters.
         ``train_step``, ``full_params``, ``to_optax_state`` and ``main_params`` call this
-        themselves. A ``step`` in your own ``jax.shard_map`` cannot raise: a state of another layout
-        makes the new params, moments and ``grad_norm`` NaN, and the new state keeps the digest of
-        the other layout. Call this once after a restore.
+        themselves. A ``step`` in your own ``jax.shard_map`` cannot raise. There, a state of another
+        layout makes the new params, moments and ``grad_norm`` NaN, and keeps its digest. Call this
+        once after a restore.
 
         Args:
           opt_state: The state.
@@ -345,7 +345,7 @@ class DistributedTransformation(FusedTransformation):
         Raises:
           LayoutError: The layouts differ; the message says how.
           TreeError: ``opt_state`` is not the state of a distributed optimizer.
-          MeshError: Its arrays were donated to a step.
+          MeshError: Arrays of the state were donated to a step.
         """
         state = find_state(opt_state)
         check_alive(state)
@@ -355,8 +355,8 @@ class DistributedTransformation(FusedTransformation):
         """Returns the accumulated gradients of no micro-batches, for ``accumulate``; in shard_map.
 
         Args:
-          params: Tree of arrays: only their shapes and dtypes matter, and not even these to an
-            optimizer that ``bind`` returned.
+          params: Tree of arrays, of which only shapes and dtypes matter. A bound optimizer ignores
+            them.
 
         Returns:
           Sums of zeros, in ``policy.main_grads_dtype``.
@@ -370,8 +370,8 @@ class DistributedTransformation(FusedTransformation):
         r"""Adds one micro-batch's local gradients.
 
         Under "no_shard" and "optim", and with ``reshard_after_forward=False``, nothing is sent
-        until ``step``; otherwise gradients are reduced over ``shard_axis`` here, and the shard is
-        added.
+        until ``step``. Otherwise each call reduces gradients over ``shard_axis`` and adds the
+        resulting shard.
 
         ``step`` takes the result in place of gradients and uses the mean over all micro-batches
         of all devices, :math:`\sum_i w_i g_i / \sum_i w_i`.
@@ -380,8 +380,8 @@ class DistributedTransformation(FusedTransformation):
           acc: The result of ``init_grads`` or ``accumulate``.
           grads: This device's gradients, not reduced.
           weight: :math:`w_i` >= 0, a scalar, e.g. a number of tokens. None: 1. Gradients of weight
-            zero do not count, whatever their values. Keep it near 1 if gradients are sent in
-            float16: the weighted sum is sent.
+            zero do not count, whatever their values. If gradients are sent in float16, keep the
+            weight near 1, because the weighted sum is sent.
 
         Returns:
           The new sums, in ``policy.main_grads_dtype``.
@@ -395,8 +395,8 @@ class DistributedTransformation(FusedTransformation):
     def grad_norm(self, grads: Grads, state: Any = None) -> jax.Array:
         """Returns the global norm of the mean gradient before clipping, as ``step`` computes it.
 
-        XLA merges its communication with that of a ``step`` on the same gradients in the same
-        program. The norm that a step used is also in its new state, ``state.grad_norm``.
+        If a ``step`` in the same program takes the same gradients, XLA merges the communication of
+        both. The norm that a step used is also in its new state, ``state.grad_norm``.
 
         Args:
           grads: Local gradients, or the result of ``accumulate``.
@@ -413,7 +413,7 @@ class DistributedTransformation(FusedTransformation):
 
 
 def _update_raises(grads: Grads, state: Any, params: Params = None, **extra: Any) -> Any:
-    """The ``update`` of a distributed optimizer: what stands around it cannot be seen from here."""
+    """The ``update`` of a distributed optimizer, which cannot see the wrappers around it."""
     del grads, state, params, extra
     raise PolicyError(
         "update: cannot be called for a distributed optimizer, because what stands around it would "

@@ -24,8 +24,8 @@ class RoundingState(NamedTuple):
     """The state of an optimizer that rounds stochastically.
 
     Attributes:
-      key: Shape (2,), uint32: the seed. With the count it determines the random bits, so it never
-        changes.
+      key: Shape (2,), uint32: the seed. It determines the random bits together with the count, so
+        it never changes.
       inner: The state without the key.
 
     References:
@@ -120,7 +120,7 @@ def _check_codes(path: str, param: Any, moment: BlockCodes, codec: Codec) -> Non
 def decoded(opt_state: OptState) -> OptState:
     """Returns a state with all coded moments as float32, and without the key of random bits.
 
-    It is the state that ``optax.adamw`` would have instead of ``fused_adamw``'s; exact.
+    The result has the form of the state of ``optax.adamw``. Decoding is exact.
 
     Args:
       opt_state: The state of ``fused_adamw`` or ``fused_adam``, or a tree that contains one.
@@ -129,7 +129,7 @@ def decoded(opt_state: OptState) -> OptState:
       A tree like ``opt_state``, with float32 arrays in place of codes.
 
     Raises:
-      TreeError: It is the state of a distributed optimizer: ``to_optax_state`` decodes that.
+      TreeError: The state is a distributed optimizer's, which ``to_optax_state`` decodes.
 
     Example:
       >>> import jax.numpy as jnp

@@ -62,17 +62,17 @@ def fused_adamw(
          + \lambda p \right)
 
     Shardings are kept. Each leaf is updated in the sharding of its moments, which are never sent.
-    New params and moments have the sharding of the old ones, and updates that of the params,
-    independent of the gradients' sharding. In a plain ``jax.jit`` the sharding of optax's results
-    depends on all operands: with replicated params and sharded moments its new params are sharded;
-    here they are gathered.
+    New params and moments keep the sharding of the old ones. Updates have the sharding of the
+    params, whatever the sharding of the gradients. With optax in a plain ``jax.jit``, the sharding
+    of the results depends on all operands. From replicated params and sharded moments, for example,
+    optax returns sharded params, and ``fused_adamw`` gathers them.
 
-    ``jax.vmap`` of a step works, for ensembles and for sweeps over array hyperparameters: one
-    kernel call updates all members, and each result is bitwise identical to that of a separate
-    call. A step can be differentiated, to any order and in both modes, by gradients, state, params
-    and hyperparameters: the derivative is that of the formula in jax.numpy, the values remain the
-    kernel's. As in optax, it needs ``eps_root`` above zero if a second moment may be zero. Main
-    parameters of "remainder16" have no derivative.
+    ``jax.vmap`` of a step works, for ensembles and for sweeps over array hyperparameters. One
+    kernel call updates all members, and each result is bitwise equal to a separate call's. A step
+    can be differentiated to any order, in forward and reverse mode, with respect to gradients,
+    state, params and hyperparameters. The kernel computes the values; derivatives use the formula
+    in jax.numpy. As in optax, they need ``eps_root`` above zero if a second moment may be zero.
+    Main parameters of "remainder16" have no derivative.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -81,59 +81,58 @@ def fused_adamw(
       eps: :math:`\varepsilon`, added outside the square root.
       eps_root: :math:`\bar\varepsilon`, added inside the square root.
       mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of the updated array. "block8"
-        and "block16": 8 and 16 bits, with one float32 scale per 128 elements (``BlockCodes``).
-        Rounded to nearest, "block8" needs b1 <= 0.894 and "block16" b1 <= 0.999; float16 warns, and
-        so does bfloat16 with b1 above 0.992. With stochastic rounding "block8" needs the nu_dtype
-        "block8", and "block16" one of the two.
+        and "block16": 8 and 16 bits, with one float32 scale per 128 elements (``BlockCodes``). With
+        rounding to nearest, "block8" needs b1 <= 0.894 and "block16" needs b1 <= 0.999. float16
+        gives a warning, and so does bfloat16 with b1 above 0.992. With stochastic rounding,
+        "block8" needs the nu_dtype "block8", and "block16" needs "block8" or "block16".
       weight_decay: :math:`\lambda`, decoupled from the gradient, or a schedule of the step count.
       mask: Tree of bools with the structure of the params, or a function from params to it: which
         leaves decay. None: all.
       nesterov: Whether to use Nesterov momentum, as optax does.
-      nu_dtype: Dtype in which :math:`v` is stored: float32, which is also the default, or bfloat16
-        for b2 up to 0.992. optax stores it in the parameter's dtype, but a bfloat16 :math:`v`
-        cannot decay for a larger b2. "block8" and "block16": as for :math:`m`, with the same limits
-        for b2 if rounded to nearest; no nonzero value is rounded to zero.
+      nu_dtype: Dtype in which :math:`v` is stored: float32 (the default), or bfloat16 for b2 up to
+        0.992. optax stores :math:`v` in the parameter's dtype, but a bfloat16 :math:`v` cannot
+        decay with a larger b2. "block8" and "block16": as for :math:`m`, with the same limits for
+        b2 under rounding to nearest. No nonzero value is rounded to zero.
       main_params_dtype: Unset: none on one device, float32 under ``distributed``. float32: 16-bit
         parameters get a float32 copy in ``MainParamsState``. The optimizer updates the copy, and
-        the parameters are its rounded values. Updates of such leaves are float32 and
+        the parameters are its rounded values. Updates of such leaves are float32, and
         ``optax.apply_updates`` gives exactly the rounded value, unless a parameter shrinks by 2^16
         or more in one step. Wrappers that expect updates of the gradients' dtype, such as
         ``optax.apply_if_finite``, then need float32 gradients. Wrappers may skip steps or leaves,
-        but must not change updates or parameters, because the main parameters would not follow:
-        ``optax.lookahead``, ``optax.ema`` and ``reduce_on_plateau`` behind the optimizer,
-        ``schedule_free`` and ``mechanize`` need main_params_dtype=None. ``jda.chain`` raises if
-        another transformation follows; ``optax.chain`` cannot detect it. To change parameters from
-        outside, make a new state.
-        "remainder16": the same for bfloat16 parameters with 16 bits more instead of 32: a parameter
-        is the bfloat16 nearest to the float32 main parameter (ties away from zero),
-        ``MainParamsState`` has the main parameter's low 16 bits, and both together are its exact
-        value, which ``main_params`` returns. None: parameters are updated as they are.
+        but must not change updates or parameters, because the main parameters would not follow.
+        ``optax.lookahead``, ``schedule_free`` and ``mechanize``, and ``optax.ema`` and
+        ``reduce_on_plateau`` after the optimizer, need main_params_dtype=None. ``jda.chain`` raises
+        if another transformation follows; ``optax.chain`` cannot detect it. To change parameters
+        from outside, make a new state.
+        "remainder16": bfloat16 parameters get 16 more bits instead of 32. A parameter is the
+        bfloat16 nearest to its float32 main parameter (ties away from zero). ``MainParamsState``
+        has the main parameter's low 16 bits; ``main_params`` returns the exact value of both
+        together. None: the parameters themselves are updated.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`. If not, both are 1.
       cautious_weight_decay: Whether to leave out :math:`\lambda p` where its sign is opposite to
-        the rest of the update. On GPUs it takes kernels that are not specialised for dtypes.
-      rounding: "nearest", or "stochastic": moments of 16 and 8 bits, and by ``step`` parameters of
-        16 bits without main parameters, are rounded up or down with probabilities that make the
-        exact value their mean. The random bits depend only on the seed, the count, and the numbers
-        of the leaf and the element: a run can be repeated bit for bit, on CPU and GPU.
+        the rest of the update. On GPUs this uses kernels that are not specialised for dtypes.
+      rounding: "nearest", or "stochastic": up or down at random, with the exact value as the mean.
+        It applies to moments of 16 and 8 bits and, in ``step``, to 16-bit parameters without main
+        parameters. The random bits depend only on the seed, the step count, and the numbers of leaf
+        and element, so a run repeats bit for bit, on CPU and GPU.
       seed: The seed of "stochastic", from 0 to 2^64 - 1, which becomes part of the state
-        (``RoundingState``). None: 0. With other optimizers in ``optax.multi_transform``, each needs
-        its own seed.
-      float32_moments: A function of a leaf's path, such as "['block']['w']": leaves for which it is
-        true have float32 moments instead of codes. If it is true for none, ``init`` raises
-        TreeError. None: only leaves of less than 4096 elements have float32 moments.
+        (``RoundingState``). None: 0. Several optimizers in one ``optax.multi_transform`` need
+        different seeds.
+      float32_moments: A function of a leaf's path, such as "['block']['w']". Leaves for which it is
+        true have float32 moments instead of codes. If there are none, ``init`` raises TreeError.
+        None: only leaves of less than 4096 elements have float32 moments.
       param_labels: A tree of labels, a prefix of params or a function of them.
       groups: For every label a dict of changes to the arguments above: ``learning_rate``, or
-        ``lr_scale``, which multiplies it, ``weight_decay``, ``b1``, ``b2``; or ``frozen=True``: no
-        state, no communication, unchanged params, ``optax.MaskedNode`` in their place in optax's
-        state. The first three may be schedules.
-        Groups cost no further kernel launch.
+        ``lr_scale``, which multiplies it; ``weight_decay``; ``b1`` and ``b2``. The first three may
+        be schedules. With ``frozen=True``, params stay unchanged, have no state and are not sent;
+        optax's state has ``optax.MaskedNode`` in their place. Groups cost no further kernel launch.
 
     Returns:
-      A ``FusedTransformation``: ``init``, ``update`` as in optax, and ``step``. Parameters,
+      A ``FusedTransformation``: ``init`` and ``update`` as in optax, and ``step``. Parameters,
       gradients and :math:`m` may be float32, bfloat16 or float16; updates have the gradients'
-      dtype. For leaves of other dtypes (float64, complex numbers, integers) the result is that of
-      optax's own formula. With integers this means: updates are fractions, new values and :math:`v`
-      are truncated, and :math:`m` becomes floating-point in the first step.
+      dtype. Leaves of other dtypes (float64, complex numbers, integers) are updated by optax's own
+      formula. For integers, updates are fractions, new values and :math:`v` are truncated, and
+      :math:`m` becomes floating-point in the first step.
 
     Raises:
       HyperparameterError: A number is out of range.
@@ -214,10 +213,10 @@ def fused_adam(
 
       g \leftarrow g + \ell p
 
-    with :math:`\ell` = ``l2``: L2 regularisation as in the original paper.
+    with :math:`\ell` = ``l2`` (L2 regularisation, as in the original paper).
 
     Args:
-      learning_rate: As in ``fused_adamw``, like the next four.
+      learning_rate: As in ``fused_adamw``, and so are the next four arguments.
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
       eps: Added outside the square root.
@@ -226,7 +225,7 @@ def fused_adam(
       nesterov: Whether to use Nesterov momentum.
       l2: :math:`\ell`, >= 0.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
-      main_params_dtype: As in ``fused_adamw``, like the next four.
+      main_params_dtype: As in ``fused_adamw``, and so are the next four arguments.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
       rounding: "nearest" or "stochastic".
       seed: The seed of "stochastic".
@@ -316,7 +315,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             new = tree_step(
                 grads, state, params, operands, mode=mode, rows=rows, **static, **requests
             )
-        except TypeError:  # jit names a leaf that is no array by its place in a call
+        except TypeError:  # jit names a wrong leaf by its position in the call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise

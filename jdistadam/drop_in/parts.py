@@ -59,16 +59,16 @@ def scale_by_adam(
 
     with gradient :math:`g`, update :math:`u`, :math:`c_i = 1 - b_i^t` in step :math:`t`,
     :math:`\varepsilon` = ``eps`` and :math:`\bar\varepsilon` = ``eps_root``. The state is optax's
-    ``ScaleByAdamState``, and composes with all of optax. In ``jda.chain``, followed by
-    ``jda.add_decayed_weights`` (or not) and ``jda.scale_by_learning_rate`` at the end, it becomes
-    ``fused_adamw`` (or ``fused_adam``): one kernel, with a ``step``.
+    ``ScaleByAdamState``, so it composes with all of optax. At the end of a ``jda.chain``, it is
+    joined with ``jda.scale_by_learning_rate`` into ``fused_adam``, or with
+    ``jda.add_decayed_weights`` between the two into ``fused_adamw``: one kernel, with a ``step``.
 
     Args:
       b1: Decay rate of the first moment :math:`m`, in [0, 1).
       b2: Decay rate of the second moment :math:`v`, in [0, 1).
       eps: Added outside the square root, >= 0.
       eps_root: Added inside the square root, >= 0.
-      mu_dtype: Dtype in which :math:`m` is stored. None: that of the parameters.
+      mu_dtype: Dtype in which :math:`m` is stored. None: the dtype of the parameters.
       nesterov: Whether to use Nesterov momentum.
 
     Returns:
@@ -133,7 +133,7 @@ def scale_by_learning_rate(
 
     Args:
       learning_rate: A number, or a schedule.
-      flip_sign: Whether to multiply by ``-learning_rate``. If not, it is not joined.
+      flip_sign: Whether to multiply by ``-learning_rate``. If not, ``jda.chain`` does not join it.
 
     Returns:
       optax's transformation.
@@ -149,7 +149,7 @@ _ADAMW = (scale_by_adam, add_decayed_weights, scale_by_learning_rate)
 
 
 def joined(transformations: Sequence[Any]) -> tuple[FusedTransformation, int] | None:
-    """Returns the optimizer at the end of a chain, and of how many parts; None if there is none."""
+    """Returns the optimizer at the end of a chain and the number of its parts; None without one."""
     for kinds, make in ((_ADAMW, fused_adamw), (_ADAM, fused_adam)):
         parts = transformations[-len(kinds) :]
         if tuple(getattr(part, "kind", None) for part in parts) == kinds:

@@ -24,20 +24,20 @@ def state_shardings(
 ) -> Any:
     r"""Returns shardings of an optimizer state for ``jax.jit``: ZeRO-1 in a loop of your own.
 
-    Each array of the state that belongs to a parameter keeps the sharding of the parameter, and is
-    also sharded over ``axis`` along the first dimension that it divides: each of :math:`N` devices
-    keeps :math:`1/N` of it. All other arrays, such as counts, are replicated. ``fused_adamw`` then
-    updates each part where it is, and gathers the new parameters; results keep their shardings,
-    without ``out_shardings``.
+    Each array of the state that belongs to a parameter is sharded like the parameter and also over
+    ``axis``, along the first dimension that the size of the axis divides. Each of :math:`N` devices
+    then keeps :math:`1/N` of the array. All other arrays, such as counts, are replicated.
+    ``fused_adamw`` updates each shard on its device and gathers the new parameters. Results keep
+    their shardings, without ``out_shardings``.
 
     Args:
       opt_state: Any state of optax or ``fused_adamw``, also of a chain: arrays, or their shapes
         (``jax.eval_shape(tx.init, params)``).
-      params: The parameters, or their shapes. Those with a ``NamedSharding`` keep it.
+      params: The parameters, or their shapes. A ``NamedSharding`` of a parameter is kept.
       mesh: The mesh.
-      axis: The axes over which the state is sharded, in addition.
-      param_shardings: A tree like ``params`` of NamedShardings or PartitionSpecs, for shapes that
-        have none. None: those of ``params``; without any, they count as replicated.
+      axis: The mesh axis, or axes, over which the state is sharded in addition.
+      param_shardings: A tree like ``params`` of NamedShardings or PartitionSpecs, for shapes
+        without. None: the shardings of ``params``, or replicated if they have none.
 
     Returns:
       A tree like ``opt_state`` of NamedShardings, with one in place of each box of Flax.
@@ -106,7 +106,7 @@ def _spec_of(path: str, shape: tuple[int, ...], sharding: Any, mesh: Mesh) -> P:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return P()
-    # Shapes that jax.eval_shape returns under an explicit mesh have one without devices.
+    # Under an explicit mesh, shapes that jax.eval_shape returns have a mesh without devices.
     is_abstract = isinstance(sharding.mesh, AbstractMesh)
     is_here = is_abstract or sharding.device_set == set(mesh.devices.flat)
     if sharding.mesh.shape != mesh.shape or not is_here:

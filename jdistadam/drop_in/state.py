@@ -43,8 +43,8 @@ class MainParamsState(NamedTuple):
     """The state of an optimizer that keeps main parameters.
 
     Attributes:
-      main_params: The params in float32, which the optimizer updates; for remainder16, their low
-        16 bits, uint16. ``optax.MaskedNode()`` in place of each leaf that does not have 16 bits:
+      main_params: The float32 parameters that the optimizer updates; for "remainder16" only their
+        low 16 bits, uint16. Leaves that do not have 16 bits are ``optax.MaskedNode()``, because
         there the params themselves are updated.
       inner: The state that optax would have for float32 params.
     """
@@ -128,8 +128,8 @@ def nan_if_changed(
 ) -> Sequence[Any]:
     """Returns the gradients, but NaN where a param is not its rounded float32 main parameter.
 
-    They differ if something behind ``update``, such as ``optax.scale``, changed the updates, and
-    the main parameters did not follow. A remainder matches every parameter.
+    They differ if a transformation after ``update``, such as ``optax.scale``, changed the updates
+    but not the main parameters. A remainder matches every parameter.
     """
     compared = [
         i
@@ -165,7 +165,7 @@ def _joined(params: Params, state: MainParamsState) -> Params:
     """Replaces params by the main parameters of one state."""
     kinds = {main_codec_of(x) for x in jax.tree.leaves(state.main_params)}
     kind = REMAINDER16 if REMAINDER16 in kinds else FLOAT32
-    # Every leaf that it steps has a moment; a MaskedNode may stand for many other leaves.
+    # A leaf that the optimizer steps has a moment; a MaskedNode may stand for many other leaves.
     moments = jax.tree.leaves(state.inner[0].mu, is_leaf=_is_moment)
     treedef: Any = jax.tree.structure(state.inner[0].mu, is_leaf=_is_moment)
     try:

@@ -425,7 +425,7 @@ def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
 
     The compiler would compute p - rate * x with one rounding instead of two. If p + u is near an
     integer, the truncated result would differ from that of ``update`` followed by
-    ``apply_updates``. So the compiler must not see both together. (XLA of jax 0.10 does on CPU.)
+    ``apply_updates``. The compiler must not see both together. (XLA of jax 0.10 does on CPU.)
     """
     separate = [
         jax.lax.optimization_barrier(u) if is_integer(p) else u

@@ -56,7 +56,7 @@ class FullStep(Protocol):
           grads: The gradients.
           state: The state.
           params: The params.
-          extra_args: Those of the transformations in a chain.
+          extra_args: Extra arguments of the transformations in a chain.
           is_skipped: Whether to change nothing, a bool on the device. None: to step.
           norms: Whether to return norms.
         """
@@ -65,11 +65,11 @@ class FullStep(Protocol):
 class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An ``optax.GradientTransformationExtraArgs`` (init, update) that also has ``step``.
 
-    ``step(grads, opt_state, params)`` returns the new parameters directly from the kernel. It
-    moves 28 bytes per float32 parameter, ``update`` followed by ``optax.apply_updates`` 40.
+    ``step(grads, opt_state, params)`` returns new parameters directly from the kernel. It reads and
+    writes 28 bytes per float32 parameter; ``update`` and ``optax.apply_updates`` together need 40.
 
-    For updates in place, donate params and state, and take them in the order of the results,
-    because ``jax.jit`` pairs donated buffers with results of equal shape in order::
+    For updates in place, donate params and state, and pass them in the order of the results.
+    ``jax.jit`` pairs donated buffers with results of equal shape in order::
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def train_step(params, opt_state, batch):
@@ -77,8 +77,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             return tx.step(grads, opt_state, params)
 
     ``tx._replace(init=..., update=..., step=...)`` returns a transformation with other functions.
-    Functions that are not given stay: after a change of only ``update``, ``step`` still does what
-    it did before. Give both to change both.
+    Functions that are not given stay the same. After a change of only ``update``, ``step`` still
+    does what it did before; to change both, give both.
     """
 
     step: StepFn
@@ -102,17 +102,17 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Params, OptState, Any]:
         """Takes a step, and also returns the updates, for code that logs or checks them.
 
-        It keeps a copy of donated params until the updates are computed from them.
+        A copy of donated params exists until the updates are computed from it.
 
         Args:
           grads: The gradients.
           state: The state.
           params: The params.
-          **extra_args: Those of the transformations in a chain.
+          **extra_args: Extra arguments of the transformations in a chain.
 
         Returns:
-          New params and the new state, as ``step`` returns them, and the float32 differences of the
-          new params and the old ones.
+          New params and the new state, as ``step`` returns them, and the float32 differences
+          between new and old params.
 
         Example:
           >>> import jax.numpy as jnp, jdistadam as jda
@@ -133,17 +133,17 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Params, OptState, dict[str, jax.Array]]:
         """Takes a step, and also returns three norms that the kernel computes on the way.
 
-        It reads and writes nothing more than ``step``. A norm is the square root of the sum of
-        squares over all leaves and devices, summed in float32: of the gradients that reach the
-        optimizer (in a chain those that the transformations before it return), of the new params
-        (of the main parameters, if there are some), and of the updates. Frozen leaves count in
-        none. A step that a wrapper skips has "update_norm" 0.
+        It reads and writes no more than ``step``. Each norm is the square root of the sum of
+        squares over all leaves and devices, summed in float32. "grad_norm" is the norm of the
+        gradients that the optimizer gets; in a chain, the transformations before it return them.
+        "param_norm" is the norm of the new params, or of the main parameters if there are any.
+        Frozen leaves do not count. If a wrapper skips the step, "update_norm" is 0.
 
         Args:
           grads: The gradients.
           state: The state.
           params: The params.
-          **extra_args: Those of the transformations in a chain.
+          **extra_args: Extra arguments of the transformations in a chain.
 
         Returns:
           New params and the new state, as ``step`` returns them, and the float32 scalars
@@ -184,7 +184,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         _register_as_tree(cls)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        """The arguments for pickle; pickling works if it does for the functions."""
+        """Returns the arguments for pickle; the functions must be picklable."""
         return (*self, self.step)
 
     def __copy__(self) -> FusedTransformation:
@@ -221,7 +221,7 @@ def full_step_of(tx: Any, function: str) -> FullStep:
 
 
 def _register_as_tree(cls: type[FusedTransformation]) -> None:
-    """Registers a tree of three functions: of a named tuple, JAX keeps only the fields."""
+    """Registers a tree of three functions, because JAX keeps only the fields of a named tuple."""
     names = ("init", "update", "step")
     keys = tuple(map(jax.tree_util.GetAttrKey, names))
 
@@ -256,8 +256,8 @@ def with_frozen(rows: Sequence[int | None], stepped: Any, whole: Any) -> Any:
     return treedef.unflatten([x if row is None else next(new) for row, x in pairs])
 
 
-# XLA makes a CUDA graph of five operations or more, and a step alone has three: the count, the
-# coefficients and the kernel. As a graph, a call does not prepare all its arrays again.
+# By default XLA makes CUDA graphs only of five operations or more. A step alone has three: the
+# count, the coefficients and the kernel. In a graph, a call need not prepare all its arrays again.
 _GRAPHS_OF_ANY_SIZE = {"xla_gpu_graph_min_graph_size": 1}
 
 
@@ -293,9 +293,9 @@ def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
     """Jits ``tx.step`` alone, with params and state updated in place.
 
     ``jax.jit`` pairs donated arrays with results of equal shape and dtype in order. The step takes
-    ``(grads, opt_state, params)`` and returns ``(params, opt_state)``: jitted directly, with
-    ``donate_argnums=(1, 2)``, it writes new parameters over old moments, after a copy of every
-    array. Here arrays are passed in the order of the results, and none is copied.
+    ``(grads, opt_state, params)`` and returns ``(params, opt_state)``. Jitted directly, with
+    ``donate_argnums=(1, 2)``, it would copy every array, and write new parameters over old moments.
+    ``jit_step`` passes arrays in the order of the results, so none is copied.
 
     In a larger jitted function it is enough to take ``(params, opt_state, ...)`` in this order.
 

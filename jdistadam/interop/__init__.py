@@ -1,8 +1,8 @@
 """Optimizer states of other frameworks: import, continued training, export in torch's layout.
 
-A reader brings a dictionary into torch's layout (``readers``), and this into a ``NamedState``:
-arrays and hyperparameters by the other framework's names (``torch_layout``, ``named_state``).
-``convert`` makes our states of it, and it of ours; ``to_torch`` writes it. No other framework needs
+A reader converts a dictionary to torch's layout (``readers``), and this to a ``NamedState``: arrays
+and hyperparameters by the other framework's names (``torch_layout``, ``named_state``). ``convert``
+converts a ``NamedState`` to our states and back; ``to_torch`` writes it. No other framework needs
 to be installed.
 """
 

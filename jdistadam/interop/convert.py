@@ -98,10 +98,10 @@ def from_train_state(
     """Returns the Adam state in a train state of ``tx``, by the names of another framework.
 
     The inverse of ``to_train_state`` with the same rename and transpose. ``names`` are in the order
-    in which the other optimizer gets its parameters, ``groups`` are its groups, as in
+    in which the other optimizer gets its parameters. ``groups`` are its groups, as in
     ``NamedState.groups``. None: one for each set of hyperparameters of ``tx``, with the values of
-    the next step; if these are hidden, as by ``inject_hyperparams``, one without settings, which
-    ``to_torch`` takes by keyword.
+    the next step. If hyperparameters are hidden, as by ``inject_hyperparams``, there is one group
+    without settings, which ``to_torch`` takes by keyword.
 
     Returns:
       The state as numpy arrays by the names of the other framework.
@@ -141,9 +141,9 @@ def to_fused(
 ) -> tuple[Params, OptState]:
     """Makes the parameters and state with which ``fused_adamw`` continues from another framework.
 
-    ``tx`` is ``fused_adamw`` or ``fused_adam``, or one with ``inject_hyperparams``, or a
-    ``jda.chain`` with one. The hyperparameters of the last two are hidden, and a warning says what
-    to compare. The other arguments and exceptions are as in ``to_train_state``.
+    ``tx`` is ``fused_adamw`` or ``fused_adam``, also in ``inject_hyperparams`` or a ``jda.chain``.
+    These two hide the hyperparameters, and a warning says what to compare. The other arguments and
+    exceptions are as in ``to_train_state``.
 
     Returns:
       Parameters, in the dtypes of ``like``, and the state that ``tx.init`` makes for them, with the
@@ -189,7 +189,7 @@ def from_fused(
     transpose: Transpose = None,
     groups: Sequence[Group] | None = None,
 ) -> NamedState:
-    """Returns the state of ``fused_adamw`` by the names of another framework: the inverse.
+    """Returns the state of ``fused_adamw`` by another framework's names: ``to_fused`` inverted.
 
     ``opt_state`` is the state of ``tx`` for ``params``. The other arguments and exceptions are as
     in ``from_train_state``; the hyperparameters of a chain are hidden too.

@@ -113,7 +113,7 @@ def flax_kernels(path: str, ndim: int) -> tuple[int, ...] | None:
     """Returns the axes that turn the weight of a torch layer into a Flax kernel.
 
     A linear weight (out, in) becomes (in, out); a convolution's (out, in, ...) becomes
-    (..., in, out): OIHW to HWIO. ``path`` and ``ndim`` are those of our leaf.
+    (..., in, out): OIHW to HWIO. ``path`` and ``ndim`` describe our leaf.
 
     Returns:
       Axes for ``np.transpose``; None if the path does not end in ``kernel``.

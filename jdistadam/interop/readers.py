@@ -35,8 +35,8 @@ def from_nemo(
 
     ``optimizer`` (before: ``optimizer_state_dict``) is the state of the wrapped optimizer;
     ``fp32_from_fp16_params`` (before: ``fp32_from_fp16``) has, for each group, the float32 values
-    of its trained 16-bit parameters. ``params`` says which ones these are: by name, in the dtypes
-    of training. ``names`` as in ``from_torch``.
+    of its trained 16-bit parameters. ``params``, by name and in the dtypes of training, show which
+    parameters these are. ``names`` as in ``from_torch``.
 
     Layout: NVIDIA/NeMo 8cfedd72, ``nemo/core/optim/optimizer_with_main_params.py``.
 
@@ -95,7 +95,7 @@ def from_megatron_fsdp(
 
     Args:
       state_dict: The checkpoint with ``model`` and ``optimizer``, or its part ``optimizer``.
-      params: Parameters by name, in the dtype of the main parameters. None: those in ``model``.
+      params: Parameters by name, in the dtype of the main parameters. None: taken from ``model``.
 
     Returns:
       The state by the names of Megatron-FSDP, as numpy arrays.

@@ -51,8 +51,8 @@ def _package() -> Any:
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the nested dictionary in a file in the safetensors format.
 
-    Arrays are mapped to the file, read-only: bytes are read on use. Keys are strings, even if they
-    were numbers, and so are positions in lists that contain arrays.
+    Arrays are read-only memory maps of the file: bytes are read on use. Keys are strings, even if
+    they were numbers, and so are positions in lists that contain arrays.
 
     Args:
       path: The file. Values of its metadata are JSON, or otherwise strings.

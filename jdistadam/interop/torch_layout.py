@@ -35,10 +35,10 @@ def from_torch(
 ) -> NamedState:
     """Reads the state of ``torch.optim.AdamW`` or ``Adam``, or of an optimizer with its layout.
 
-    Those are ``FusedAdam`` of Apex, whose ``master_weights`` are not in the dictionary, and of
-    Transformer Engine, and any of them under Megatron-FSDP's ``fully_shard_optimizer``. If a state
-    does not say whether weight decay is decoupled (Apex, older versions of torch), it is taken as
-    decoupled.
+    ``FusedAdam`` of Apex (without ``master_weights``, which are not in the dictionary) and of
+    Transformer Engine have this layout, also under Megatron-FSDP's ``fully_shard_optimizer``. If a
+    state does not say whether weight decay is decoupled (Apex, older versions of torch), it is
+    taken as decoupled.
 
     Layouts: torch 2.15, ``torch/optim/adam.py``; NVIDIA/apex 6424da3b,
     ``apex/optimizers/fused_adam.py``; NVIDIA/TransformerEngine 04912bf0,

@@ -1,9 +1,9 @@
 """Copies between devices of one host that reach each other's memory; inside ``jax.shard_map``.
 
-``exchange`` is an all-to-all and ``gather`` an all-gather, by the copy engines of GPUs: no kernel
-runs. Each is a start and a wait (cuda/ffi_copies.h). Where they are adjacent, nothing overlaps;
+``exchange`` is an all-to-all and ``gather`` an all-gather, by the copy engines of GPUs, without a
+kernel. Each is a start and a wait (cuda/ffi_copies.h). Where they are adjacent, nothing overlaps;
 training/overlap.py moves them apart. A wait takes the sources too, unless they are the targets, so
-that they are not freed, or overwritten, before other devices have them.
+that sources are neither freed nor overwritten before other devices have them.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _aliases(in_place: bool, count: int) -> dict[int, int]:
 
 
 def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
-    """Evaluates traced calls of starts as one, of which all sources travel together.
+    """Evaluates traced starts as one call, which sends all their sources together.
 
     Returns:
       The target of each.
@@ -165,13 +165,13 @@ def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
 def wait_together(
     eqns: list[Any], types: list[Any], targets: list[Any], sources: list[Any], after: list[Any]
 ) -> list[jax.Array]:
-    """Waits for what traced starts, evaluated together, copy.
+    """Waits for the copies of traced starts that were evaluated together.
 
     Args:
       eqns: The starts.
-      types: Those of the results.
-      targets: What they returned.
-      sources: What they read.
+      types: The types of the results.
+      targets: What the starts returned.
+      sources: What the starts read.
       after: Arrays for which the wait waits, too.
 
     Returns:

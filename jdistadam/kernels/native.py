@@ -4,7 +4,7 @@ Nothing here runs at import: ``status(platform)`` loads the module of a platform
 
 [Note: types of results]
 The caller gives a foreign call the types of its results. They come from ``jax.typeof`` of an
-operand, which has the mesh and the varying axes: a plain ``jax.ShapeDtypeStruct`` would claim that
+operand, which has the mesh and the varying axes. A plain ``jax.ShapeDtypeStruct`` would claim that
 a result is equal on all devices.
 """
 
@@ -72,9 +72,9 @@ def _stop_copies(module: Any) -> None:
 def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
     """Returns ``disabled_checks`` of ``jax.export.export`` for our steps.
 
-    It also registers the kernels: call it before another process runs an exported program.
-    Without it, jax says "Cannot serialize code with custom calls" for an export, and
-    "No FFI handler registered for jdistadam" for a program that runs.
+    It also registers the kernels, so call it in every process that runs an exported program.
+    Without it, jax says "Cannot serialize code with custom calls" for an export, and "No FFI
+    handler registered for jdistadam" for a program that runs.
 
     A step of ``fused_adamw`` over several devices cannot be exported, because XLA would have to
     call Python to partition it. A step of a distributed optimizer can.
@@ -163,8 +163,8 @@ def link_speed(one: int, other: int) -> float:
 def code_that_runs(build_info: str, capability: str) -> str | None:
     """Returns the code of the CUDA module that a GPU of this compute capability runs, or None.
 
-    It runs machine code for its own major number and at most its minor one, the newest, else PTX
-    for at most its capability, which the driver compiles.
+    A GPU runs the newest machine code for its own major number and at most its minor number.
+    Otherwise it runs PTX for at most its capability, which the driver compiles.
 
     Example:
       >>> code_that_runs("nvcc 13.0.88, sm_80 sm_90 compute_90", "8.9")

@@ -1,7 +1,7 @@
 """Sums and steps on gradients whose parts arrived from other devices; inside ``jax.shard_map``.
 
-A device has its own gradient whole, and its part of those of the others (``copies.exchange``). The
-kernels read the parts where they are: cuda/parts.h.
+A device has its own whole gradient, and its part of the other devices' gradients
+(``copies.exchange``). The kernels read the parts where they are: cuda/parts.h.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Parts:
 
     Attributes:
       own: This device's gradient, whole.
-      received: This device's part of those of the others, stacked in the order of the devices.
+      received: This device's part of the others' gradients, stacked in the order of the devices.
       cut: How it is cut.
     """
 

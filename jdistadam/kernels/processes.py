@@ -1,9 +1,9 @@
 """Connects the processes of a host, so that their devices can copy among each other.
 
 Processes find each other in the key-value store of ``jax.distributed``. Each one listens on a Unix
-socket in a private directory, which it removes as soon as all are connected, and takes connections
-of its own user alone. cuda/processes.h then owns the sockets. They end with the process, whatever
-ends it, and the others notice. All processes of a run decide alike, from the same facts.
+socket in a private directory, which it removes once all are connected, and accepts only its own
+user. cuda/processes.h then owns the sockets. They end with the process, whatever ends it, and the
+others notice. All processes of a run decide alike, from the same facts.
 
 A process of the same user could read another one's memory anyway (by ptrace, where the system
 allows it). Nobody else gets a descriptor of GPU memory: it is passed over these sockets only.
@@ -53,7 +53,7 @@ def join(platform: str) -> Joined:
       platform: "cpu" or "cuda".
 
     Raises:
-      AgreementError: A process does not come.
+      AgreementError: A process is missing.
     """
     client = compat.coordination_client()
     if client is None:
@@ -88,7 +88,7 @@ def join(platform: str) -> Joined:
 
 
 def say_to_all(name: str, value: Any) -> dict[int, Any]:
-    """Returns the value of each process, which all say under a name that is not used again."""
+    """Returns the value of every process; all call this with a name that is not used again."""
     store = _Store(compat.coordination_client(), "jdistadam/processes")
     store.put(name, value)
     return store.take_all(name)

@@ -150,9 +150,9 @@ _sharding_of_p = make_primitive(
 
 # The step under ``jax.vmap`` and under differentiation.
 #
-# ``vmap`` over many members makes one kernel call of one kernel call: arrays get a leading
-# dimension of members, and so do coefficients that differ between members. The derivative is that
-# of the formula in jax.numpy; the values remain the kernel's.
+# Under ``vmap`` over many members, one kernel call stays one kernel call: arrays get a leading
+# dimension of members, and so do coefficients that differ between members. The derivative uses the
+# formula in jax.numpy; the kernel still computes the values.
 
 
 def _batched(

@@ -37,13 +37,13 @@ class AuditRow:
       dtype: The dtype that is sent.
       devices: The number of devices that take part in each.
       planned: Elements of the results by the plan.
-      optional: How many of these XLA may leave out: gathers of small leaves in the backward pass.
+      optional: How many planned elements XLA may leave out: gathers of small leaves in backward.
       found: Elements of the results in the compiled program.
-      asynchronous: How many of these are in instructions that other work can overlap.
-      widened: Whether it fails for one reason only: XLA's CPU backend widened the dtype. Nothing is
-        found in the dtype of the plan, and as many additional elements in the wider one.
-      of_model: Whether these run along tensor axes only, where XLA partitions the model: the plan
-        does not cover them.
+      asynchronous: How many found elements are in instructions that other work can overlap.
+      widened: Whether the row fails only because XLA's CPU backend widened the dtype. Nothing is
+        found in the planned dtype, and as many additional elements in the wider one.
+      of_model: Whether the collectives run along tensor axes only, where XLA partitions the model.
+        The plan does not cover them.
     """
 
     op: str
@@ -98,7 +98,7 @@ class Audit:
     def only_widened(self) -> bool:
         """Whether it fails only because XLA's CPU backend widened dtypes.
 
-        Only a program for GPUs then shows whether those are sent as planned.
+        Only a program for GPUs then shows whether the planned dtypes are sent.
         """
         return not self.passed and all(row.passed or row.widened for row in self.rows)
 

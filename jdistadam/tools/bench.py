@@ -1,8 +1,8 @@
 """The time of one optimizer step on one device, compared with a copy and with optax.
 
 All times are per step. *Wall* is measured with two jitted programs that run different numbers of
-steps in a loop: the median difference of their times, divided by the difference of the numbers. So
-the start of a call does not count. *Host* is how long one jitted call of one step blocks the
+steps in a loop: the median difference of their times, divided by the difference of the numbers. The
+start of a call therefore does not count. *Host* is how long one jitted call of one step blocks the
 caller, and *compile* is the time to trace and compile. The floor is the number of bytes that a step
 must move, divided by the bandwidth of an in-place copy in the same run.
 """

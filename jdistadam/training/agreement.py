@@ -1,10 +1,10 @@
 """Whether all processes of a run are about to do the same, compared before they begin.
 
 Processes with different programs wait for each other in collectives forever, or add values that do
-not belong together. So before each first call, and before each evaluation and save, every process
-sends a summary of its call to the first one, over the key-value store of ``jax.distributed``, which
-needs no collective. The first one compares, and all raise the same error. After a time limit it
-names a process that has ended or never came.
+not belong together. Before each first call, and before each evaluation and save, every process
+therefore sends a summary of its call to the first one. It uses the key-value store of
+``jax.distributed``, without a collective. The first one compares, and all raise the same error.
+After a time limit, the error names a process that has ended or is missing.
 """
 
 from __future__ import annotations

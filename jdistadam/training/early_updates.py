@@ -1,18 +1,18 @@
 """Kernel calls of a step run as soon as their gradients are known; inside ``jax.shard_map``.
 
 [Note: early updates] A state in host memory moves during the backward pass only if kernel calls,
-which wait for its windows, run during the backward pass. XLA orders a program by rules of its own:
-it often runs all of them at the end, when nothing hides the transfer, and keeps all gradients until
-then. So the step is traced, and evaluated in another order: each operation of the optimizer as soon
-as its operands are known. Barriers enforce this order: a matrix product waits for the new
-parameters of all kernel calls but the last few, so that sums over devices have time to overlap the
-products. It also waits for the norms of their gradients, which can then be freed. Parameters are
-gathered at the end, where XLA merges the gathers.
+which wait for its windows, run during the backward pass. XLA often runs all of them at the end,
+when nothing hides the transfer, and keeps all gradients until then. The step is therefore traced,
+and evaluated in another order: each operation of the optimizer as soon as its operands are known.
+Barriers enforce this order. A matrix product waits for the new parameters of all kernel calls but
+the last few, so that sums over devices have time to overlap the products. It also waits for the
+norms of their gradients, which can then be freed. Parameters are gathered at the end, where XLA
+merges the gathers.
 
 A kernel call that makes new parameters waits for the last product with the old ones. Otherwise XLA
 would copy the old ones, because it writes new parameters over them.
 
-XLA removes what is unused from a barrier. So all later operations use the results of a barrier.
+XLA removes unused values from a barrier, so all later operations use the results of a barrier.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ class EvalStep:
     ) -> tuple[jax.Array, Any]:
         """Returns ``(loss, aux)``. Donates nothing and leaves the state unchanged.
 
-        Inside a program a state cannot be inspected: for one of another layout the loss is NaN.
-        Several processes first compare the programs that they are about to run, and before later
-        evaluations wait for each other.
+        Inside a program a state cannot be inspected; the loss of a state of another layout is NaN.
+        Several processes compare their programs before the first evaluation, and wait for each
+        other before later ones.
 
         Args:
           state: A train state.
@@ -120,7 +120,7 @@ class EvalStep:
         Raises:
           HyperparameterError: ``params`` is neither of the two.
           PolicyError: The optimizer keeps no average.
-          AgreementError: The processes do not all run the same program, or one does not come.
+          AgreementError: The processes do not all run the same program, or one is missing.
           LayoutError: The state has another layout.
           MeshError: The state is sharded over another mesh, in host memory, or was donated.
         """
@@ -161,16 +161,16 @@ def eval_step(
 ) -> EvalStep:
     """Makes a jitted evaluation from the loss of ``train_step`` and a distributed optimizer.
 
-    The forward pass is that of ``train_step`` with one micro-batch per device, for every strategy:
-    ``loss_fn`` gets the same params, stacked layers as shards to gather in a scan, and the same
-    operations compute the loss. (XLA compiles them without a backward pass: if it then fuses a mean
-    differently, its last bit may differ, as with ``jax.jit``.) Nothing is donated, and the state
-    stays unchanged. Make it once, and call it with every batch.
+    The forward pass is the one of ``train_step`` with one micro-batch per device, for every
+    strategy. ``loss_fn`` gets the same params (stacked layers as shards to gather in a scan), and
+    the same operations compute the loss. Without a backward pass, XLA may fuse a mean differently,
+    which can change its last bit, as with ``jax.jit``. Nothing is donated, and the state stays
+    unchanged. Make the evaluation once, and call it with every batch.
 
-    The state determines the other arguments of ``loss_fn``, as in training: ``model_state``, whose
-    new value from ``loss_fn`` is dropped, and ``rng``, the key of the next training step, so that
-    two calls return the same. With ``state.replace(rng=None)`` it gets no ``rng``: a loss that then
-    leaves out dropout needs no other argument for evaluation.
+    As in training, ``loss_fn`` also gets the state's ``model_state`` and ``rng``. A new
+    ``model_state`` is dropped. ``rng`` is the key of the next training step, so two calls return
+    the same. With ``state.replace(rng=None)``, ``loss_fn`` gets no ``rng``. If it then leaves out
+    dropout, it needs no other argument for evaluation.
 
     Args:
       loss_fn: As for ``train_step``.
@@ -178,14 +178,14 @@ def eval_step(
       has_aux: Whether ``loss_fn`` returns auxiliary outputs in addition to the loss.
       weighted: Whether ``loss_fn`` returns a weight with the loss.
       batch_spec: PartitionSpec of the batch. None: leading dimension over all data axes.
-      compiler_options: XLA options for this program; they override those chosen here.
+      compiler_options: XLA options for this program; they override the defaults.
 
     Returns:
       ``evaluate(state, batch) -> (loss, aux)``. The loss is the mean over all devices, shape (),
-      float32. ``aux`` is None without has_aux. Otherwise the outputs of all devices, concatenated
-      along the leading dimension, in the order of the rows of the batch: predictions with one row
-      per example have one for each of the whole batch, sharded like the batch. Scalars become one
-      number per device, as in ``train_step``, to be averaged or added.
+      float32. ``aux`` is None without has_aux. Otherwise it has the outputs of all devices,
+      concatenated along the leading dimension in the order of the rows of the batch. If predictions
+      have one row per example, there is a row for each example of the whole batch, sharded like the
+      batch. Scalars become one number per device, as in ``train_step``, to be averaged or added.
 
     Raises:
       ShapeError, TreeError, DtypeError: On use, if the batch does not divide, or ``loss_fn``
@@ -216,14 +216,14 @@ def eval_step(
 def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     """Returns the unsharded parameters that the next forward pass uses, in their dtype.
 
-    Every device gets them, except for the dimensions that ``param_specs`` shards over tensor axes.
-    Of parameters that devices hold as shards, the forward pass gathers copies rounded to
-    ``policy.param_comm_dtype``, if it is set, and these are returned. The exact values are those of
-    ``main_params`` and ``to_optax_state``, and those that ``save`` writes.
+    Every device gets all of them, except along dimensions that ``param_specs`` shards over tensor
+    axes. If devices hold shards and ``policy.param_comm_dtype`` is set, the forward pass gathers
+    parameters rounded to this dtype, and these are returned. ``main_params`` and ``to_optax_state``
+    return the exact values, and ``save`` writes them.
 
     Under "no_shard", "optim" and "optim_grads" these are the state's own arrays, which the next
-    step donates. Copy them to keep them longer:
-    ``jax.tree.map(jnp.copy, full_params(state, tx))``. All processes call this.
+    step donates. Copy them to keep them longer: ``jax.tree.map(jnp.copy, full_params(state, tx))``.
+    All processes must call this.
 
     Returns:
       A tree like ``state.params``.
@@ -268,8 +268,8 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
 
     with :math:`d` = ``ema_decay`` and the exact parameters :math:`p_t` after step :math:`t`: main
     parameters, if any. Skipped steps do not count. The first parameters have the weight
-    :math:`d^t`, which is not divided out. Frozen parameters are their own average. All processes
-    call this, and it works inside a program.
+    :math:`d^t`, without bias correction. Frozen parameters are their own average. All processes
+    must call this, and it works inside a program.
 
     Args:
       state: A train state made with ``tx``.

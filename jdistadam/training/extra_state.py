@@ -162,7 +162,7 @@ def like_template(opt_state: OptState, template: Any) -> OptState:
     """Returns the part of a state with the structure of a template: the whole, or one part.
 
     For ``optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`` it is the state of the
-    last one. nnx.Optimizer has boxes in other places: the result has those of the template.
+    last one. nnx.Optimizer has boxes in other places; the result has the boxes of the template.
 
     Raises:
       TreeError: There is no such part, or more than one; or the state has arrays outside it.

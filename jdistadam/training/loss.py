@@ -311,22 +311,22 @@ def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
 
 
 class SkipLimit:
-    r"""Raises after too many lost steps in a row: skipped, or with a non-finite loss.
+    r"""Raises after too many steps in a row that were skipped or had a non-finite loss.
 
-    A ``loss_scale`` skips steps with non-finite gradients, a ``norm_guard`` those whose gradient
-    norm is above its limits: both count. A dynamic loss scale that halves at every skip reaches 1
-    after some 15 skips in a row; a run that keeps skipping does not recover, and costs as much as
-    one that learns. Without a ``loss_scale`` no step is skipped: non-finite gradients reach the
-    parameters, and all later losses are NaN. Call it after each step::
+    Steps that a ``loss_scale`` skips for non-finite gradients count, and so do steps that a
+    ``norm_guard`` skips. A dynamic loss scale that halves at every skip reaches 1 after some 15
+    skips in a row. A run that keeps skipping does not recover, and costs as much as one that
+    learns. Without a ``loss_scale`` no step is skipped; non-finite gradients reach the parameters,
+    and all later losses are NaN. Call the limit after each step::
 
         limit = jda.SkipLimit(50)
         for batch in batches:
             state, metrics = step(state, batch)
             limit(metrics)
 
-    It reads a step's metrics after ``lag`` more steps were started, so the host keeps feeding the
-    device. With :math:`n` = ``most_in_a_row``, and call :math:`i` the last one before all steps are
-    lost, call :math:`i + n + 1 + \mathrm{lag}` raises.
+    It reads a step's metrics after ``lag`` more steps were started, so that the device never waits
+    for the host. If all steps after call :math:`i` are lost, call :math:`i + n + 1 + \mathrm{lag}`
+    raises, with :math:`n` = ``most_in_a_row``.
 
     Args:
       most_in_a_row: How many steps in a row may be lost.

@@ -47,9 +47,9 @@ from jdistadam.training.train_state import TrainState, check_layout
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any, ExtraState]:
     """Returns ``(main_params, opt_state, extra_state)``: a train state that needs no mesh.
 
-    The first two are those of ``optax.adamw``, the third contains everything else. Values are exact
+    The first two are as in ``optax.adamw``; the third contains everything else. Values are exact
     copies, for any number of devices and any buckets. If several processes share the mesh, all of
-    them call this, and all get everything.
+    them must call this, and all get everything.
 
     Args:
       state: A train state made with ``tx``.
@@ -171,19 +171,19 @@ def from_optax_state(
 ) -> TrainState:
     """Shards parameters and a state of ``optax.adamw`` over the mesh of ``tx``.
 
-    With the three values of ``to_optax_state``, and the dtypes of the params as
-    ``param_dtypes``, training continues as if the state had never moved; on another number of
-    devices the loss gets other random keys: the place of a micro-batch is folded into ``rng``.
+    With the three values of ``to_optax_state``, and the dtypes of the params as ``param_dtypes``,
+    training continues as if it had not stopped. On another number of devices the loss gets other
+    random keys, because the position of a micro-batch is folded into ``rng``.
 
     If the loss scales of the state and of ``tx`` are both dynamic, the state's scale continues, but
     not below the ``min_scale`` of ``tx``; otherwise the scale begins as ``tx`` says. The number of
     skipped steps stays. If ``tx`` has no ``loss_scale``, scale and number are dropped; without
-    ``ema_decay``, so is an average. A missing average begins with the parameters.
+    ``ema_decay``, the average is dropped. A missing average begins with the parameters.
 
     Args:
       main_params: Tree of parameters, exact in float32.
-      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it; it may be in
-        the state of an ``optax.chain`` with no other state.
+      opt_state: The state that ``optax.adamw`` or ``to_optax_state`` returned for it, also as the
+        only state in an ``optax.chain``.
       tx: The distributed optimizer.
       extra_state: The third value of ``to_optax_state``. None: a new loss scale, no model_state and
         no rng.

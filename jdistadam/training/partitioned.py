@@ -111,8 +111,8 @@ def _over_data_axes(
 class _StackedShards:
     """Shards of params whose tensor axes cut the same dimension, stacked inside the region.
 
-    There the larger blocks would be those over data axes; in the params they are those over tensor
-    axes. A new first dimension for the data axes keeps the two apart, and moves no data.
+    Inside, the larger blocks would be over data axes; in the params they are over tensor axes. A
+    new first dimension for the data axes keeps the two apart, and moves no data.
     """
 
     def __init__(self, parallel: DataParallel, specs: Any, tensor_specs: Any) -> None:

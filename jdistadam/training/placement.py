@@ -22,10 +22,10 @@ from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 def copy_to(tree: Any, sharding: Any) -> Any:
     """Returns copies placed by ``sharding``, which share no memory and have definite types.
 
-    ``device_put`` may return the caller's own buffer as the replica of its device, also with
+    ``device_put`` may return the caller's own buffer as the replica of its device, even with
     may_alias=False; the results of a jitted copy are never shared with its arguments. A step would
     return a Python number as another type, which would compile the step again. Random keys are
-    placed as their words: ``device_put`` cannot move keys to devices of other processes.
+    placed as their words, because ``device_put`` cannot move keys to devices of other processes.
     """
     leaves, treedef = jax.tree.flatten(tree)
     kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
@@ -102,13 +102,13 @@ _SMALL = 1024  # elements: of a learning rate or a key that was set by hand
 def apart(tree: Any, others: Iterable[Any] = (), returned: Iterable[Any] = ()) -> Any:
     """Returns a tree whose arrays share no memory with each other or with ``others``.
 
-    Arrays that do are copied: JAX would donate them twice, or donate and read them, which ends the
-    process on several devices. Two arrays of one mesh share all of their memory or none: comparing
-    the first shard is enough.
+    Arrays that share memory are copied. JAX would donate them twice, or donate and read them, which
+    ends the process on several devices. Two arrays of one mesh share all of their memory or none,
+    so comparing the first shard is enough.
 
-    Asking for an array's address may wait for the program that makes it. The arrays ``returned`` by
-    a program share no memory. So only those with the shape and dtype of a large leaf that is not
-    among them are asked; small leaves that are not among them share memory only if identical.
+    Reading an array's address may wait for the program that makes it. The arrays ``returned`` by a
+    program share no memory, so their addresses are read only if a large leaf from elsewhere has the
+    same shape and dtype. Small leaves from elsewhere share memory only if identical.
     """
     leaves: Any = jax.tree.leaves(tree)
     known, ids = {id(x) for x in returned}, set[int]()

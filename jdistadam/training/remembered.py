@@ -13,8 +13,8 @@ from jdistadam.distributed.transformation import DistributedTransformation
 # What a train state remembers, outside its fields, of its origin.
 #
 # A state remembers the very arrays with which it was made and that are the rounded main parameters.
-# So a step sees at no cost that they were not replaced. A state made otherwise, by a tree map or a
-# checkpoint, remembers nothing, and is compared once. A state that a step returned also remembers
+# A step then sees at no cost that they were not replaced. A state made otherwise, by a tree map or
+# a checkpoint, remembers nothing, and is compared once. A state that a step returned also remembers
 # its layout and its other arrays; no array is there twice.
 
 _KNOWN, _RETURNED = "_params_made_with", "_returned"

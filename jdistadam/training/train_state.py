@@ -43,16 +43,16 @@ from jdistadam.training.remembered import (
 class TrainState:
     """Parameters and optimizer state, as ``train_step`` takes and returns them.
 
-    The optimizer updates the main parameters in ``opt_state``; ``params`` are rounded copies of
-    them. To give a state other parameters use ``replace(params=..., tx=tx)`` or
-    ``reload_main_params``; ``train_step`` raises if params were changed in another way and main
-    parameters, or an average, show it.
+    The optimizer updates the main parameters in ``opt_state``; ``params`` are their rounded copies.
+    To give a state other parameters use ``replace(params=..., tx=tx)`` or ``reload_main_params``.
+    ``train_step`` raises if params were changed in another way, as far as main parameters or an
+    average show the change.
 
     Attributes:
       params: The params of the model; shards of large ones under "optim_grads_params".
       opt_state: The state of the distributed optimizer.
-      model_state: Arrays that the loss renews without a gradient; None if there are none.
-      rng: The key from which each step derives those of the loss; None if it needs none.
+      model_state: Arrays that the loss updates without a gradient; None if there are none.
+      rng: The key from which each step derives keys for the loss; None if the loss needs none.
     """
 
     params: Params
@@ -90,7 +90,7 @@ class TrainState:
         """Returns a state with some of its fields changed.
 
         Args:
-          tx: The distributed optimizer, required for new ``params``: main parameters take their
+          tx: The distributed optimizer, required for new ``params``. Main parameters get their
             values, as ``reload_main_params`` describes.
           **changes: New values by name: ``params``, ``opt_state``, ``model_state``, ``rng``.
 
@@ -135,19 +135,19 @@ class TrainState:
     ) -> TrainState:
         """Copies its arguments onto the mesh and makes the optimizer state.
 
-        The state owns its arrays: train_step donates them, and the caller's stay valid. Main
-        parameters are kept if they differ from the parameters in dtype or in sharding: always on
+        ``train_step`` donates the arrays of the state; the caller's arrays stay valid. Main
+        parameters are kept if they differ from the parameters in dtype or sharding: always on
         several devices, on one device for 16-bit parameters.
 
         Args:
           params: Tree of float32, bfloat16 or float16 arrays (jax or numpy).
           tx: A distributed optimizer.
-          param_dtypes: Dtype in which the model computes, or a tree of them; the main parameters
-            begin as ``params``, exactly. If they began rounded to bfloat16 instead, a bfloat16
-            model would not change until the first small updates add up to half the spacing of
-            bfloat16 numbers. None: the dtypes of ``params``.
-          model_state: Tree of arrays that the loss reads and renews without a gradient, such as
-            batch statistics. After each step floats are averaged over the devices; for integers,
+          param_dtypes: Dtype in which the model computes, or a tree of them. The main parameters
+            begin exactly as ``params``. If they began rounded to bfloat16 instead, a bfloat16 model
+            would not change until the first small updates add up to half the spacing of bfloat16
+            numbers. None: the dtypes of ``params``.
+          model_state: Tree of arrays that the loss reads and updates without a gradient, such as
+            batch statistics. After each step, floats are averaged over the devices. For integers,
             such as counters, the maximum is kept.
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
@@ -245,9 +245,9 @@ def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> 
 def reload_main_params(state: TrainState, tx: DistributedTransformation) -> TrainState:
     """Returns a state whose main parameters have the values of its params.
 
-    For params that were restored, averaged or edited: the optimizer reads and updates the main
-    parameters, and would drop a change of ``state.params`` alone. Moments, counts, loss scale and
-    everything else stay: the same arrays, which the next step donates.
+    Call it after params were restored, averaged or edited. The optimizer reads and updates the main
+    parameters, and would discard a change of ``state.params`` alone. Moments, counts, loss scale
+    and all others stay the same arrays, which the next step donates.
 
     Args:
       state: A train state with other params of the same paths, shapes and dtypes; jax or numpy
@@ -309,7 +309,7 @@ def replicated_extras(state: TrainState, tx: DistributedTransformation) -> Train
 def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
     """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
 
-    Also if they are the average. Compares values, for states of unknown origin.
+    Also raises if they are the moving average. Compares values, for states of unknown origin.
     """
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
     given = tx.config, layout, specs, state.params, state.opt_state

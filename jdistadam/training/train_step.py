@@ -1,13 +1,13 @@
 """``train_step``: a whole training step, jitted, the checks before it runs, and its XLA options.
 
 [Note: pipelined loops] If a scan gathers one layer at a time, an iteration of the loop needs its
-parameters at its start, and has its gradients at its end: neither collective overlaps anything. So
-XLA is asked to gather the next layer, and to reduce the last one, in the neighbouring iterations
-(``pipeline_all_gather``; reductions are pipelined by default), to unroll the loop by two, so that
-values carried between iterations are never copied, and to start collectives as soon as their
-operands are there. On two H200s this took 1.09 times the forward and backward pass instead of 1.13,
-for one more layer of parameters in memory. ``jax.checkpoint`` hides the gathers of the backward
-pass behind a barrier unless it has ``prevent_cse=False``, which is enough in a scan.
+parameters at its start, and has its gradients at its end, so neither collective overlaps anything.
+XLA's options therefore gather the next layer, and reduce the previous one, in the neighbouring
+iterations (``pipeline_all_gather``; reductions are pipelined by default). They also unroll the loop
+by two, so that values carried between iterations are never copied, and start collectives as soon as
+their operands are known. On two H200s this took 1.09 times the forward and backward pass instead of
+1.13, for one more layer of parameters in memory. ``jax.checkpoint`` hides the gathers of the
+backward pass behind a barrier unless it has ``prevent_cse=False``, which is enough in a scan.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
     "xla_gpu_all_gather_combine_threshold_bytes": MERGED_BYTES,
 }
-# Merged, all sharded parameters would be gathered before the forward pass starts. Separately, each
-# gather starts a few operations before its first use.
+# If gathers were merged, all sharded parameters would be gathered before the forward pass starts.
+# Separate gathers each start a few operations before their first use.
 _GATHERS_APART = {"xla_gpu_all_gather_combine_threshold_bytes": 1}
-# For a model that gathers block by block: merged, several blocks would be gathered at once, and
-# their gradients kept until the last of them is known.
+# For a model that gathers block by block. If gathers were merged, several blocks would be gathered
+# at once, and their gradients kept until the last one is known.
 _BLOCKS_APART = dict.fromkeys(_MERGED, 1)
 # Windows of a state in host memory are updated during the backward pass, as soon as their gradients
 # are summed.
@@ -104,7 +104,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
 
 @functools.cache
 def _is_known(name: str, value: Any, mesh: Mesh) -> bool:
-    """Whether this XLA has the option and the value: both change, and only compiling tells."""
+    """Whether this XLA knows the option and the value, which only compiling tells."""
     # For the whole mesh: a process cannot compile only for another one's device.
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     try:
@@ -141,9 +141,9 @@ class TrainStep:
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options by name for compiling a call. Given ones override those chosen here.
+        """XLA options by name for compiling a call. Options that you passed override the defaults.
 
-        Empty on CPU if none were given. If the model gathers ``layers``, make the state first.
+        Empty on CPU if you passed none. If the model gathers ``layers``, make the state first.
         """
         return options_for(self.tx.config, self.options.accumulate_steps) | self._given_options
 
@@ -159,15 +159,15 @@ class TrainStep:
         return jax.jit(program, donate_argnums=0, compiler_options=self.compiler_options or None)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes one step. ``state`` is donated: use the returned one from here on.
+        """Takes one step. ``state`` is donated, so use only the returned state afterwards.
 
-        A state that this step did not return is checked first: whether it has the layout of the
-        optimizer, and whether its params are the rounded main parameters. Arrays that it holds
-        twice are copied, because they cannot be donated twice; so is a batch that is an array of
-        the state. Inside a program nothing can be checked: there a state of another layout makes
-        loss, norm and the new state NaN, which keeps the digest of the other layout.
+        A state that this step did not return is checked first: it must have the layout of the
+        optimizer, and its params must be the rounded main parameters. An array that the state holds
+        twice, or shares with the batch, is copied, because it cannot be donated. Inside a program
+        nothing can be checked. There, a state of another layout makes loss, norm and the new state
+        NaN, and the new state keeps its digest.
 
-        Several processes first compare, once, the programs that they are about to run.
+        Several processes compare, once, the programs that they are about to run.
 
         Returns:
           The new state, and the metrics by name, as ``train_step`` lists them.
@@ -263,53 +263,52 @@ def train_step(
 ) -> TrainStep:
     r"""Makes a jitted training step from a loss and a distributed optimizer.
 
-    The loss of a step is the mean over the micro-batches of all devices; so is its gradient:
+    The loss of a step is the mean over the micro-batches of all devices, as is its gradient:
 
     .. math::
 
       L = \frac{\sum_i w_i \ell_i}{\sum_i w_i}
 
     with loss :math:`\ell_i` and weight :math:`w_i` of micro-batch :math:`i`. :math:`w_i = 1` unless
-    ``weighted``; use it if parts of the batch hold different numbers of valid tokens. The weights
-    are constants of the differentiation. A micro-batch of weight zero does not count, whatever its
-    loss and gradients hold; if all weights are zero the step changes only ``rng``, like a skipped
-    one, and its loss is 0. A weight that is NaN or negative makes the loss and the gradients NaN.
-    Gradients of scanned layers are weighted before they are summed in the backward pass, with a
-    weight that is computed beforehand: the part of ``loss_fn`` on which the weight depends runs
-    twice, which costs little if that is only the batch.
+    ``weighted``; use it if parts of the batch hold different numbers of valid tokens. Weights are
+    constants in the differentiation. A micro-batch of weight zero does not count, even if its loss
+    or gradients are non-finite. If all weights are zero, the loss is 0 and the step changes only
+    ``rng``, like a skipped one. A weight that is NaN or negative makes the loss and the gradients
+    NaN. Gradients of scanned layers are weighted in the backward pass, before they are summed, so
+    the weight is computed beforehand. The operations of ``loss_fn`` on which it depends run twice,
+    which costs little if it depends only on the batch.
 
-    A step is skipped if, with a ``loss_scale``, a gradient was non-finite or, with a
-    ``norm_guard``, the norm exceeded its limits. It leaves params, main params, mu, nu, count,
-    ``model_state`` and the states of a chain bitwise unchanged; ``rng``, the loss scale,
-    ``skipped`` and ``grad_norm`` advance.
+    With a ``loss_scale``, a step is skipped if a gradient is non-finite; with a ``norm_guard``, if
+    the norm exceeds its limits. A skipped step leaves params, main parameters, mu, nu, count,
+    ``model_state`` and the states of a chain bitwise unchanged. It changes ``rng``, the loss scale,
+    ``skipped`` and ``grad_norm``.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` gets one micro-batch of one device, and unsharded
-        params. Under "optim_grads_params" with ``reshard_after_forward``, it gets the leaves that
-        ``layers`` selects as shards, which ``gather_params`` gathers; they are float32 if
-        gradients are summed in float32. It returns the scalar ``loss`` of this part, or
-        with ``weighted`` the pair ``(loss, weight)``. It needs no collective: a ``pmean`` of the
-        loss is a no-op, a plain ``psum`` raises. If the state has a ``model_state``, it gets it by
-        this keyword and returns ``(loss, model_state)``; if the state has an ``rng``, it gets a key
-        of its own by this keyword. If the optimizer has ``param_specs``, XLA partitions the
-        function over the axes that carry no data, so it is written as for ``jax.jit``: with
-        ``jax.lax.with_sharding_constraint`` if that helps or, on Explicit axes, with the shardings
-        that its types need. With has_aux it returns auxiliary outputs at the end: ``(loss, aux)``
-        or ``(loss, model_state, aux)``; in these, too, ``loss`` is the pair ``(loss, weight)`` if
-        ``weighted``.
+      loss_fn: ``loss_fn(params, batch)`` gets unsharded params and one micro-batch of one device,
+        and returns the scalar ``loss``, or with ``weighted`` the pair ``(loss, weight)``. Under
+        "optim_grads_params" with ``reshard_after_forward``, it gets the leaves that ``layers``
+        selects as shards, for ``gather_params``; they are float32 if gradients are summed in
+        float32. It needs no collective: a ``pmean`` of the loss is a no-op, a plain ``psum``
+        raises. If the state has a ``model_state``, it gets it by this keyword and returns
+        ``(loss, model_state)``. If the state has an ``rng``, it gets a key of its own by this
+        keyword. If the optimizer has ``param_specs``, XLA partitions the function over the axes
+        that carry no data. Write it as for ``jax.jit``, with ``jax.lax.with_sharding_constraint``
+        if that helps or, on Explicit axes, with the shardings that its types need. With has_aux it
+        returns auxiliary outputs at the end: ``(loss, aux)`` or ``(loss, model_state, aux)``. With
+        ``weighted``, ``loss`` in these is the pair ``(loss, weight)``.
       tx: A distributed optimizer.
       accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
         Under "no_shard" and "optim", and with ``reshard_after_forward=False``, gradients are summed
-        on the device in ``policy.main_grads_dtype`` and sent once; otherwise those of every
-        micro-batch are sent, and the shards summed.
+        on the device in ``policy.main_grads_dtype`` and sent once. Otherwise the gradients of every
+        micro-batch are sent, and their shards summed.
       has_aux: Whether ``loss_fn`` returns auxiliary outputs in addition to the loss.
-      weighted: Whether ``loss_fn`` returns a weight with the loss. Without it a pair raises,
-        because the second value is most often a metric, which is what ``has_aux`` is for.
+      weighted: Whether ``loss_fn`` returns a weight with the loss. If not, a returned pair raises,
+        because its second value is usually a metric, which needs ``has_aux``.
       batch_spec: PartitionSpec of the batch. None: leading dimension over all data axes. The
         leading dimension is devices x micro-batches x examples, in this order.
       report_nonfinite: Whether to check every gradient for non-finite values, which reads all of
         them once more.
-      compiler_options: XLA options for this program; they override those chosen here.
+      compiler_options: XLA options for this program; they override the defaults.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
