@@ -97,7 +97,7 @@ def setup_jdistadam(args, mesh, model, params, specs):
     policy = jda.MixedPrecisionPolicy(
         main_grads_dtype=DTYPES[args.main_grads_dtype],
         grad_comm_dtype=DTYPES[args.grad_comm_dtype],
-        grad_reduce_dtype=args.grad_reduce_dtype,
+        grad_reduce_dtype=None if args.grad_reduce_dtype == "none" else args.grad_reduce_dtype,
     )
     adamw = jda.fused_adamw(
         make_schedule(args),

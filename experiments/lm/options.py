@@ -68,8 +68,9 @@ def _add_dtypes(add):
     )
     add(
         "--grad-reduce-dtype",
-        choices=("float32",),
-        help="dtype of the sums over devices; default: the communication dtype",
+        choices=("float32", "none"),
+        help="dtype of the sums over devices; none: --grad-comm-dtype; default: none on CPU, "
+        "float32 on GPU, over peer memory",
     )
     add(
         "--communication",
@@ -142,6 +143,7 @@ def resolve(args):
     args.steps = args.steps or {"tiny": 400}.get(args.preset, 2000)
     args.learning_rate = args.learning_rate or {"tiny": 3e-3}.get(args.preset, 1.5e-4)
     args.param_dtype = args.param_dtype or ("bfloat16" if on_gpu else "float32")
+    args.grad_reduce_dtype = args.grad_reduce_dtype or ("float32" if on_gpu else "none")
     args.devices = args.devices or len(jax.devices())
     chosen = {key: getattr(args, key) for key in ("layers", "width", "batch") if getattr(args, key)}
     config = gpt.GPTConfig(**(vars(gpt.PRESETS[args.preset]) | chosen))

@@ -73,8 +73,8 @@ def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
     """Returns ``disabled_checks`` of ``jax.export.export`` for our steps.
 
     It also registers the kernels, so call it in every process that runs an exported program.
-    Without it, jax says "Cannot serialize code with custom calls" for an export, and "No FFI
-    handler registered for jdistadam" for a program that runs.
+    Without it, jax says "Cannot serialize code with custom calls" for an export, and
+    "No FFI handler registered for jdistadam" for a program that runs.
 
     A step of ``fused_adamw`` over several devices cannot be exported, because XLA would have to
     call Python to partition it. A step of a distributed optimizer can.
