@@ -129,27 +129,8 @@ def plan_memory_table() -> str:
     return markdown.table(columns, table)
 
 
-STEP_ROWS = {
-    "optim": '"optim", sums in bfloat16, over XLA',
-    "optim+float32sum": '"optim", sums in float32, over peer memory',
-    "optim+float32sum+clip": '"optim", sums in float32, over peer memory, clipped',
-}
-
-
-def step_alone_table() -> str:
-    """One line for each way to take an optimizer step alone on two GPUs, of bench_step.py."""
-    columns = ("optimizer step alone", "ms", "fastest to slowest round")
-    rows = speed_tables.group_rows("bench_step/h200_x2/alone", "step-gpt2xl")
-    table = []
-    for name, row in rows.items():
-        spread = f"{row['ms_least']:.1f} to {row['ms_most']:.1f}"
-        table.append((STEP_ROWS[name], f"{row['ms']:.1f}", spread))
-    return markdown.table(columns, table)
-
-
 TABLES = {
     "headline": speed_tables.headline,
-    "step_alone": step_alone_table,
     "kernel": kernel_table,
     "strategies": strategies_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
