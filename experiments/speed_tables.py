@@ -409,15 +409,16 @@ def headline() -> str:
         for found in zip(*(bytes_of_step(row) for row in (ours, rival)), strict=True)
     )
     more = f"{100 * (rival['ms'] / ours['ms'] - 1):.1f} %"
+    folder = "experiments/results/bench_step/h100_x4"
     return (
         "- **Fast.** On four H100s with a process for each, a GPT of 1.31e9 parameters trains on "
-        f"**{gain(best, many)} more tokens per second** than with the fastest annotations of "
-        f"`optax.adamw` if each GPU has 8 sequences, and on **{gain(best, few)} more** if it has "
-        f"one ({gain(in_one, many)} and {gain(in_one, few)} in one process). [All times and "
-        "rivals](docs/benchmarks.md).\n"
+        f"**[{gain(best, many)} more tokens per second]({folder}/{best}.json)** than with "
+        "`optax.adamw` and the fastest `NamedSharding` annotations if each GPU has 8 sequences, "
+        f"and on **{gain(best, few)} more** if it has one ({gain(in_one, many)} and "
+        f"{gain(in_one, few)} in one process). [All times and rivals](docs/benchmarks.md).\n"
         "- **Small.** With moments in 8 bits and main parameters as 16-bit remainders, a GPT of "
-        f"6.7e9 parameters takes **{held[0]} GB instead of {held[1]}** of each of four GPUs "
-        f"between steps, and {needed[0]} GB instead of {needed[1]} during a step. It trains on "
-        f"{more} more tokens per second than with FSDP annotations. [Every way to save "
-        "memory](docs/out_of_memory.md)."
+        f"6.7e9 parameters takes **[{held[0]} GB instead of {held[1]}]({folder}/large_model.json)"
+        f"** of each of four GPUs between steps, and {needed[0]} GB instead of {needed[1]} during "
+        f"a step. It trains on {more} more tokens per second than with FSDP annotations. [Every "
+        "way to save memory](docs/out_of_memory.md)."
     )
