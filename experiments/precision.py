@@ -86,6 +86,52 @@ def table(out):
     return markdown.table(columns, table)
 
 
+STATES = (  # what a reader wants, main parameters, both moments, the variant of low_precision.py
+    ("no risk", "float32", "float32", "-"),
+    ("the same, from other last bits", "float32", "float32", "float32 state, other last bits"),
+    ("no additional rounding", "remainder16", "float32", "none, given the same gradients"),
+    ("half the state", "remainder16", "block16", "remainder16, 16-bit moments"),
+    ("a third of the state", "remainder16", "block8", "remainder16, 8-bit moments"),
+    ("no main parameters", None, "block16", "not measured"),
+    ("no main parameters", None, "bfloat16", "bf16 parameters, stochastic, bf16 moments"),
+    ("the least memory", None, "block8", "bf16 parameters, stochastic, 8-bit moments"),
+)
+SCALE = 4 / 128
+"""Bytes per element of the float32 scales of blocks of 128."""
+BYTES = {None: 0, "remainder16": 2, "bfloat16": 2, "float32": 4}
+BYTES |= {"block8": 1 + SCALE, "block16": 2 + SCALE}
+
+
+def states_table(*records):
+    """One line for each choice of state: its bytes, and changes of the loss by low_precision.py."""
+    columns = (
+        "you want",
+        "main parameters",
+        "both moments",
+        "bytes of state per parameter",
+        "change in validation loss, nats: small model",
+        "the same: GPT-2 small",
+    )
+    summaries = [json.loads(record.read_text())["results"]["summary"] for record in records]
+    table = []
+    for goal, main, moments, way in STATES:
+        size = BYTES[main] + 2 * BYTES[moments]
+        changes = []
+        for summary in summaries:
+            if (r := summary.get(way)) is None:
+                changes.append(way)
+            else:
+                changes.append(f"{r['mean_difference']:+.4f} ± {r['half_interval']:.4f}")
+        cells = (goal, quoted(main), quoted(moments), f"{size:.1f}".removesuffix(".0"))
+        table.append((*cells, *changes))
+    return markdown.table(columns, table)
+
+
+def quoted(dtype):
+    """A dtype as it is passed: names of our own formats in quotation marks."""
+    return str(dtype) if dtype in (None, "float32", "bfloat16") else f'"{dtype}"'
+
+
 def again(out):
     return [name for name in AGAIN if folder_of(out, name).exists()]
 

@@ -134,6 +134,9 @@ TABLES = {
     "kernel": kernel_table,
     "strategies": strategies_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
+    "states": lambda: precision.states_table(
+        RESULTS / "low_precision/cpu/default.json", RESULTS / "low_precision/h200/150_steps.json"
+    ),
     "low_precision_speed": speed_tables.low_precision_speed,
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,

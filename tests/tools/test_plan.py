@@ -141,13 +141,13 @@ def planned_and_compiled(mesh, num_blocks, accumulate_steps, **options):
 def test_mailboxes_grow_with_the_model_unless_the_backward_pass_adds_gradients(
     h200s, monkeypatch, mode, accumulate_steps, clip
 ):
-    """Between models of 5 and 7 blocks; three groups are four and a half."""
+    """Between models of 6 and 8 blocks; three groups are four and a half."""
     monkeypatch.setattr(overlap, "TOGETHER_BYTES", BLOCK_BYTES * 3 // 4)
     monkeypatch.setattr(overlap, "AHEAD_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(calls, "COPIED_BYTES", BLOCK_BYTES)
     (small, before), (large, after) = (
         planned_and_compiled(h200s(4), n, accumulate_steps, max_grad_norm=clip, **MODES[mode])
-        for n in (5, 7)
+        for n in (6, 8)
     )
     grown = large.buffers["mailboxes"] - small.buffers["mailboxes"]
     planned = large.sums + large.buffer_bytes - small.sums - small.buffer_bytes
