@@ -218,15 +218,26 @@ def _exists(device: Any) -> bool:
 
 def why_gpus_are_apart(devices: Sequence[Any]) -> str:
     """Returns why these GPUs of this process cannot reach each other's memory; "" if they can."""
-    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
+    setting, allocator = _allocator()
     if allocator not in _ALLOCATORS:
-        return f"XLA_PYTHON_CLIENT_ALLOCATOR={allocator}, whose memory peers do not reach"
+        return f"{setting}{allocator}, whose memory peers do not reach"
     reached = native.reachable_peers()
     ordinals = [local_number(device) for device in devices]
     for one, other in itertools.permutations(ordinals, 2):
         if not reached(one, other):
             return f"GPU {one} cannot reach the memory of GPU {other}"
     return ""
+
+
+def _allocator() -> tuple[str, str]:
+    """The setting that selects the allocator of GPUs, and its value; options of a client win."""
+    options = getattr(jax.config, "jax_pjrt_client_create_options", None) or {}
+    if isinstance(options, str):
+        options = dict(option.split(":", 1) for option in options.split(";") if ":" in option)
+    if "allocator" in options:
+        return "jax_pjrt_client_create_options=allocator:", str(options["allocator"]).lower()
+    value = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    return "XLA_PYTHON_CLIENT_ALLOCATOR=", value.lower()
 
 
 def groups_of(communication: Communication, parallel: DataParallel, axes: Axes) -> Groups:

@@ -323,6 +323,22 @@ def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
     assert "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async" in chosen("auto", gpus[:2]).why_not_peer
 
 
+@pytest.mark.parametrize("options", ["x:1;allocator:{}", dict(allocator="{}")], ids=str)
+def test_options_of_the_client_select_the_allocator(gpus, monkeypatch, options):
+    """jax prefers them to the variable."""
+    found = []
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "vmm")
+    for name in ("bfc", "cuda_async"):
+        filled = options.format(name) if isinstance(options, str) else dict(allocator=name)
+        jax.config.update("jax_pjrt_client_create_options", filled)
+        try:
+            found.append(chosen("auto", gpus[:2]).why_not_peer)
+        finally:
+            jax.config.update("jax_pjrt_client_create_options", None)
+    why = "jax_pjrt_client_create_options=allocator:cuda_async, whose memory peers do not reach"
+    assert found == ["", why]
+
+
 def test_processes_copy_if_it_works_fast_enough_within_hosts(gpus, monkeypatch):
     from jdistadam.distributed import communication
     from jdistadam.kernels.processes import Joined
