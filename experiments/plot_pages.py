@@ -51,7 +51,11 @@ def host_steps():
 
 
 THROUGHPUT = {  # variants by their first letters, names, records and colors
-    "torch_fsdp2": ("torch FSDP2 (on another machine)", ("fsdp2_two_gpus", "fsdp2"), GRAY),
+    "torch_fsdp2": (
+        "torch FSDP2 (another machine; with 1 sequence it waits for Python)",
+        ("fsdp2_two_gpus", "fsdp2"),
+        GRAY,
+    ),
     "annotated": ("optax.adamw, fastest annotations", None, DARK),
     "optim": ("jdistadam", None, BLUE),
 }
@@ -59,9 +63,9 @@ THROUGHPUT = {  # variants by their first letters, names, records and colors
 
 def throughput():
     """Tokens per second on 1, 2 and 4 GPUs, beside the forward and backward pass alone."""
-    figure, both = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, both = plt.subplots(1, 2, figsize=(10, 4.1), layout="constrained")
     groups = {"unrolled-8": "8 sequences per GPU", "unrolled-1": "1 sequence per GPU"}
-    counts = ["1 GPU", "2 GPUs", "4 GPUs", "4 GPUs,\na process for each"]
+    counts = ["1 GPU", "2 GPUs", "4 GPUs,\n1 process", "4 GPUs,\n4 processes"]
     for axes, (group, title) in zip(both, groups.items(), strict=True):
         steps = [clipped_steps(record)[group] for record, _ in CLIPPED]
         for kind, (prefix, (label, records, color)) in enumerate(THROUGHPUT.items()):
@@ -81,9 +85,10 @@ def throughput():
             label = "no optimizer, no communication" if i == 0 else None
             axes.hlines(ideal, i - 0.42, i + 0.42, color="black", linewidth=1.2, label=label)
         axes.set_xticks(range(len(counts)), counts)
-        axes.set(title=title, ylabel="thousand tokens per second")
+        axes.set(title=f"GPT of 1.31e9 parameters, {title}", ylabel="thousand tokens per second")
         _bare(axes)
-    both[1].legend(frameon=False, loc="upper left", fontsize="small")
+    handles = both[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
