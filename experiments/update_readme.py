@@ -141,6 +141,7 @@ TABLES = {
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
     "clipped": speed_tables.clipped,
+    "gains": speed_tables.gains,
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
     "beside_torch": speed_tables.beside_torch,
