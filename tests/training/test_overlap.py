@@ -249,11 +249,12 @@ def test_layers_of_a_scan_travel_beside_others(h200s, small_groups, wrapper, acc
     assert not {dims for loop in loops for dims in moved(loop) if "1024" in dims.split(",")}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("wrapper", ["plain", "checkpoint"])
 @pytest.mark.parametrize("num_scanned", [1, 2, 5])
-def test_no_copy_is_fused_with_a_slice_of_a_stack(h200s, num_scanned, wrapper):
-    """A start and its wait would have different addresses. Shards of float32 are not widened."""
-    options = dict(wrapped=WRAPPERS[wrapper], num_scanned=num_scanned, dtype=jnp.float32, **SCAN)
+def test_no_copy_is_fused_with_a_slice_of_a_stack(h200s, num_scanned, wrapper, dtype):
+    """A start and its wait would have different addresses. Stacks of shards are not widened."""
+    options = dict(wrapped=WRAPPERS[wrapper], num_scanned=num_scanned, dtype=dtype, **SCAN)
     text = compiled(h200s(N), **options).as_text()
     fused = "".join(re.findall(r"\n%dynamic-slice-fusion.*?\n}", text, re.DOTALL))
     assert text.count(copies.START) >= 3 and copies.START not in fused and copies.WAIT not in fused
