@@ -33,7 +33,7 @@ LAYERS = {  # row: model, its gathers in the forward and in the backward pass, t
         "all blocks, at the end of the forward pass",
     ),
     "unrolled, gathered first": (
-        "neither argument, with `jax.checkpoint`",
+        "no `layers`, with `jax.checkpoint`",
         "all before the forward pass",
         "nothing: parameters stay gathered",
         "all parameters",
