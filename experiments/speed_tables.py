@@ -77,7 +77,7 @@ CLIPPED = (  # record, GPUs
     ("clipped_one_gpu", "1"),
     ("clipped_two_gpus", "2"),
     ("clipped", "4"),
-    ("clipped_four_processes", "4, 4 processes"),
+    ("clipped_four_processes", "4 in 4 processes"),
 )
 OF_STEPS = {  # variants without "+clip", and their names
     "floor": "no optimizer",

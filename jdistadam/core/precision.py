@@ -38,7 +38,7 @@ class MixedPrecisionPolicy:
         sums. float32: an all-to-all sends contributions in the communication dtype. They are added
         in float32 as a tree of adjacent pairs, one mesh axis after another, the innermost first.
         The result always has the same bits. Sums stay float32 until the kernel, even if they are
-        sent again.
+        sent again. Without effect on one device, which has nothing to sum.
       param_comm_dtype: The communication dtype of parameters: float32, bfloat16, float16,
         float8_e5m2 or float8_e4m3fn, at most as wide as the parameters. None: the dtype of the
         parameters. float8 has no scale factors here: the largest e4m3fn number is 448, and e5m2 has
