@@ -122,26 +122,16 @@ def _clipped_cells(of_groups, variant) -> list[str]:
     return [*cells, f"{bytes_of_step(of_groups['unrolled-8'][variant])[1] / 1e9:.1f}"]
 
 
-CLIPPED_COLUMNS = (
-    "8 sequences: ms (ratio)",
-    "tokens/s",
-    "1 sequence: ms (ratio)",
-    "tokens/s",
-    "GB, 8 sequences",
-)
-
-
 def clipped() -> str:
     """One line for each way to step on 1, 2 and 4 GPUs."""
     table = []
     for record, gpus in CLIPPED:
         of_groups = clipped_steps(record)
-        for variant in of_groups["unrolled-8"]:
-            table.append((gpus, OF_STEPS[variant], *_clipped_cells(of_groups, variant)))
-    return markdown.table(("GPUs", "step", *CLIPPED_COLUMNS), table)
-
-
-BESIDE_TORCH = (("fsdp2_two_gpus", "2"), ("fsdp2", "4"))
+        for variant, name in OF_STEPS.items():
+            if all(variant in rows for rows in of_groups.values()):
+                table.append((gpus, name, *_clipped_cells(of_groups, variant)))
+    columns = ("GPUs", "step", "8 sequences: ms (ratio)", "tokens/s", "1 sequence: ms (ratio)")
+    return markdown.table((*columns, "tokens/s", "GB, 8 sequences"), table)
 
 
 def gains() -> str:
@@ -150,57 +140,52 @@ def gains() -> str:
     By ratios within a round, unless floors differ.
     """
     table = []
-    for runs, rival, name in (
-        (CLIPPED, "annotated", "`optax.adamw`, annotations"),
-        (BESIDE_TORCH, "torch_fsdp2", "torch FSDP2"),
+    for rival, key, name in (
+        ("annotated", "ratio_to_floor", "`optax.adamw`, annotations"),
+        ("torch_fsdp2", "ms", "torch FSDP2"),
     ):
-        for record, gpus in runs:
-            cells = []
-            for rows in clipped_steps(record).values():
-                ours, other = fastest(rows, "optim"), fastest(rows, rival)
-                key = "ratio_to_floor" if rival == "annotated" else "ms"
-                cells.append(f"{100 * (other[key] / ours[key] - 1):+.1f} %")
-            table.append((gpus, name, *cells))
+        for record, gpus in CLIPPED:
+            of_groups = clipped_steps(record).values()
+            if all(has(rows, rival) for rows in of_groups):
+                pairs = [(fastest(rows, rival), fastest(rows, "optim")) for rows in of_groups]
+                cells = (f"{100 * (other[key] / ours[key] - 1):+.1f} %" for other, ours in pairs)
+                table.append((gpus, name, *cells))
     return markdown.table(("GPUs", "rival", "8 sequences", "1 sequence"), table)
 
 
-def beside_torch() -> str:
-    """One line for each way to step, relative to the floor of its framework."""
-    table = []
-    for record, gpus in BESIDE_TORCH:
-        of_groups = clipped_steps(record)
-        for variant, name in OF_STEPS.items():
-            if all(variant in rows for rows in of_groups.values()):
-                table.append((gpus, name, *_clipped_cells(of_groups, variant)))
-    return markdown.table(("GPUs", "step", *CLIPPED_COLUMNS), table)
-
-
-LARGE_FLOAT32 = f"{ZERO3}+float32sum"
-LARGE_CODED = f"{LARGE_FLOAT32}+remainder16+block8"
-LARGE = {
+SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
+SCANNED_CODED = f"{SCANNED_FLOAT32}+remainder16+block8"
+OF_SCANNED = {  # variants without "+clip", and their names
     "floor": "no optimizer",
     "annotated_fsdp+first_dim": "optax, FSDP by annotations",
-    LARGE_FLOAT32: "jdistadam, ZeRO-3",
-    LARGE_CODED: "jdistadam, ZeRO-3, remainder16, block8",
+    SCANNED_FLOAT32: "jdistadam, ZeRO-3",
+    SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
 }
+SCANNED = (  # record, workload, its name
+    ("scanned", "scanned-8", "1.31e9, 8"),
+    ("scanned", "scanned-1", "1.31e9, 1"),
+    ("large_model", "scanned-8", "6.7e9, 8"),
+)
 
 
-def large_rows() -> dict[str, dict]:
-    """Rows of the large model by variant without "+clip"."""
-    rows = group_rows("bench_step/h100_x4/large_model", "scanned-8")
+def scanned_rows(record, workload) -> dict[str, dict]:
+    """Rows of scanned layers on four H100s by variant without "+clip"."""
+    rows = group_rows(f"bench_step/h100_x4/{record}", workload)
     return {_variant(name): row for name, row in rows.items()}
 
 
-def large_model() -> str:
-    """One line for each way to step with billions of parameters on four GPUs."""
+def scanned() -> str:
+    """One line for each way to step with scanned layers on four GPUs."""
     table = []
-    for variant, name in LARGE.items():
-        row = large_rows()[variant]
-        held = f"{row['argument_bytes'] / 1e9:.1f} + {row['temporary_bytes'] / 1e9:.1f}"
-        cells = f"{row['ms']:.1f} ({row['ratio_to_floor']:.3f})", f"{row['tokens_per_second']:,.0f}"
-        table.append((name, *cells, held))
-    columns = ("step", "ms (ratio)", "tokens/s", "GB between steps + temporary")
-    return markdown.table(columns, table)
+    for record, workload, size in SCANNED:
+        rows = scanned_rows(record, workload)
+        for variant, name in OF_SCANNED.items():
+            if row := rows.get(variant):
+                held = f"{row['argument_bytes'] / 1e9:.1f} + {row['temporary_bytes'] / 1e9:.1f}"
+                ratio, tokens = row["ratio_to_floor"], row["tokens_per_second"]
+                table.append((size, name, f"{row['ms']:.1f} ({ratio:.3f})", f"{tokens:,.0f}", held))
+    columns = ("parameters, sequences", "step", "ms (ratio)", "tokens/s")
+    return markdown.table((*columns, "GB between steps + temporary"), table)
 
 
 EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
@@ -409,6 +394,11 @@ def everyday() -> str:
     return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
+def has(rows, prefix) -> bool:
+    """Whether the variant of a row begins with a prefix."""
+    return any(name.startswith(prefix) for name in rows)
+
+
 def fastest(rows, prefix) -> dict:
     """The fastest of the rows whose variants begin with a prefix."""
     return min((x for name, x in rows.items() if name.startswith(prefix)), key=lambda x: x["ms"])
@@ -425,12 +415,13 @@ def headline() -> str:
     """The gains in time and in memory on four GPUs."""
     many, few = "unrolled-8", "unrolled-1"
     best, optim = ("clipped_four_processes", ONCE), ("clipped", "optim+float32sum")
-    rival, ours = (large_rows()[x] for x in ("annotated_fsdp+first_dim", LARGE_CODED))
+    large = scanned_rows("large_model", "scanned-8")
+    rival, ours = (large[x] for x in ("annotated_fsdp+first_dim", SCANNED_CODED))
     held, needed = (
         [f"{nbytes / 1e9:.1f}" for nbytes in found]
         for found in zip(*(bytes_of_step(row) for row in (ours, rival)), strict=True)
     )
-    wide = f"{bytes_of_step(large_rows()[LARGE_FLOAT32])[1] / 1e9:.1f}"
+    wide = f"{bytes_of_step(large[SCANNED_FLOAT32])[1] / 1e9:.1f}"
     more = f"{100 * (1 - ours['ms'] / rival['ms']):.1f} %"
     folder = "experiments/results/bench_step/h100_x4"
     return (

@@ -102,6 +102,25 @@ def strategies_table() -> str:
     return markdown.table(columns, table)
 
 
+def optax_losses_table() -> str:
+    """One line for each seed of train_lm.py on four H100s."""
+    table = []
+    for seed in (0, 1, 2):
+        folders = (
+            RESULTS / f"train_lm/h100_x4/600_steps_3e-4/{optimizer}_seed{seed}"
+            for optimizer in ("optax_sharded", "jdistadam")
+        )
+        optax, ours = (
+            json.loads((folder / "run.json").read_text())["results"] for folder in folders
+        )
+        apart = ours["validation_loss"] - optax["validation_loss"]
+        losses = (f"{x['validation_loss']:.4f}" for x in (optax, ours))
+        speeds = (f"{x['tokens_per_second']:,.0f}" for x in (optax, ours))
+        table.append((str(seed), *losses, f"{apart:+.4f}", *speeds))
+    columns = ("seed", "optax: last loss", "jdistadam", "difference")
+    return markdown.table((*columns, "optax: tokens/s", "jdistadam"), table)
+
+
 def _policy(row) -> str:
     """The name of a policy; records from before its renaming contain another word."""
     return row["policy"].replace("wire", "communication")
@@ -133,6 +152,7 @@ TABLES = {
     "headline": speed_tables.headline,
     "kernel": kernel_table,
     "strategies": strategies_table,
+    "optax_losses": optax_losses_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
     "states": lambda: precision.states_table(
         RESULTS / "low_precision/cpu/default.json", RESULTS / "low_precision/h200/150_steps.json"
@@ -144,8 +164,7 @@ TABLES = {
     "gains": speed_tables.gains,
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
-    "beside_torch": speed_tables.beside_torch,
-    "large_model": speed_tables.large_model,
+    "scanned": speed_tables.scanned,
     "wrappers": speed_tables.wrappers,
     "host_steps": speed_tables.host_steps,
     "largest_model": speed_tables.largest_model,
