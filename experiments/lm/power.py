@@ -1,5 +1,6 @@
 """Clock and power of the GPUs, which determine their speed."""
 
+import os
 import subprocess
 import tempfile
 
@@ -25,11 +26,12 @@ def snapshot():
 
 
 class PowerLog:
-    """Clock and power of the first GPU during a block, twenty times per second."""
+    """Clock and power of the first GPU that CUDA shows, twenty times per second."""
 
     def __enter__(self):
         self._file = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(_query("-i", "0", "-lms", "50"), stdout=self._file)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        self._process = subprocess.Popen(_query("-i", first, "-lms", "50"), stdout=self._file)
         return self
 
     def __exit__(self, *_):

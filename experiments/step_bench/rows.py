@@ -24,6 +24,10 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
+    "pipelined": {  # for scanned layers; train_step has these and "early" over XLA
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+    },
     "merge_nothing": merging(1),
 }
 # Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
