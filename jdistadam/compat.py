@@ -131,3 +131,14 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def text_within(client: Any, key: str, seconds: int) -> str | None:
+    """Waits for a text in the key-value store; None if it does not come in time."""
+    try:
+        found: str = client.blocking_key_value_get(key, 1000 * seconds)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+    return found

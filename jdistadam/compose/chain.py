@@ -76,7 +76,6 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             distributed,
             last.config,
             distributed.state_specs(),
-            changes_grads=bool(before) or last.changes_grads,
             bound=last.bound,
         )
     end = joined(transformations)

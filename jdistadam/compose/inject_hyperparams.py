@@ -268,7 +268,6 @@ def inject_distributed(
         _Injected(first, inject),
         first.config,
         optax.InjectStatefulHyperparamsState(P(), P(), P(), first.state_specs()),
-        changes_grads=first.changes_grads,
         bound=first.bound,
     )
 

@@ -124,15 +124,6 @@ def all_to_all(x: jax.Array, axis: str, *, dim: int) -> jax.Array:
         return lax.all_to_all(x, axis, split_axis=dim, concat_axis=0)
 
 
-def send_around(x: jax.Array, axes: Axes, *, distance: int, devices: int) -> jax.Array:
-    """Sends ``x`` to the device ``distance`` places later, and returns what arrives here.
-
-    XLA can use the copy engines of GPUs, which leaves all multiprocessors to other work.
-    """
-    with jax.named_scope("jdistadam/send_around"):
-        return lax.ppermute(x, axes, [(i, (i + distance) % devices) for i in range(devices)])
-
-
 def all_gather(shard: jax.Array, axes: Axes, *, dim: int, to: str = "invarying") -> jax.Array:
     """Concatenates every device's shard along ``dim``; the result is equal on all devices.
 

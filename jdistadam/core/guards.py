@@ -102,6 +102,11 @@ class LossScaleState(NamedTuple):
     skipped: jax.Array
 
 
+def norm_scale(scaling: LossScaleState | None) -> Any:
+    """The factor of a summed gradient in the norm; None: 1."""
+    return None if scaling is None else 1 / scaling.loss_scale
+
+
 def check_loss_scale(value: Any) -> None:
     """Raises HyperparameterError unless ``value`` is None, a number or a DynamicLossScale."""
     if value is not None and not isinstance(value, DynamicLossScale):

@@ -137,7 +137,7 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
     if not hasattr(devices[0], "platform"):  # numbers, from the command `plan`
         yield NO_DEVICES
         return
-    platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
+    platform = native.platform_of(devices[0].platform)
     if not native.status(platform).available:
         yield f"no compiled kernels: {native.status(platform).detail}"
 
@@ -145,7 +145,7 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
 def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
     """Why peer memory is not used on these devices; fewer reasons if it is requested."""
     devices = list(mesh.devices.flat)
-    if devices[0].platform not in ("gpu", "cuda"):
+    if native.platform_of(devices[0].platform) != "cuda":
         if not is_asked_for:  # CPU devices share memory anyway: no gain
             yield f"platform {devices[0].platform}"
     elif len({device.process_index for device in devices}) > 1:
@@ -169,8 +169,7 @@ def _why_processes_are_apart(parallel: DataParallel, *, is_asked_for: bool) -> s
         return "devices that no process has"
     if len({device.process_index for device in mesh.devices.flat}) < jax.process_count():
         return "devices of some of the processes"
-    platform = mesh.devices.flat[0].platform
-    joined = join({"gpu": "cuda"}.get(platform, platform))
+    joined = join(native.platform_of(mesh.devices.flat[0].platform))
     if joined.why_not:
         return joined.why_not
     hosts = np.vectorize(lambda device: joined.hosts[device.process_index])(mesh.devices)

@@ -132,7 +132,7 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
     """Returns a flat array of a state on all devices, filled with zeros."""
     parallel, sharding = config.parallel, config.state_sharding(name)
     types = types_of_arrays(config, layout)[name]
-    devices = parallel.num_shards * parallel.size(parallel.tensor_axes)
+    devices = parallel.size(parallel.cut_axes)
 
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)

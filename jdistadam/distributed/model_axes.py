@@ -78,7 +78,9 @@ def step(
     state: Any,
     params: Params,
 ) -> StepResult:
-    """``step_local`` in the nested region; ``specs`` are those of the state."""
+    """``step_local``; ``specs`` are those of the state."""
+    if not axes_left_to_xla(config.parallel):
+        return step_local(config, schedule, grads, state, params)
     clip = config.max_grad_norm
     # Hyperparameters that are arrays, as ``inject_hyperparams`` makes them.
     numbers = config.algorithm.numbers, clip if isinstance(clip, jax.Array) else None

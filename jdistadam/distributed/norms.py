@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.core import collectives
-from jdistadam.core.guards import LossScaleState
+from jdistadam.core.guards import LossScaleState, norm_scale
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
@@ -185,7 +185,7 @@ def norm_and_finite(
     layout: Layout,
     grads: StepGrads,
     scaling: LossScaleState | None,
-    tiles: Sequence[jax.Array] = (),
+    tiles: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """The global norm of the mean gradient, and whether any gradient is non-finite.
 
@@ -195,14 +195,13 @@ def norm_and_finite(
     parallel = config.parallel
     if tiles:
         return norm_of_squares(config, *multi_tensor.sum_of_tiles(tiles), grads.mean_scale, scaling)
-    unscale = None if scaling is None else 1 / scaling.loss_scale
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):
         by_axes.setdefault(bucket.tensor_axes, []).append(shard)
     squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     for axes, arrays in sorted(by_axes.items()):
         partial_squares, found_here = multi_tensor.sum_of_squares(
-            arrays, unscale, one_by_one=config.updates_early
+            arrays, norm_scale(scaling), one_by_one=config.updates_early
         )
         copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
         if copies:

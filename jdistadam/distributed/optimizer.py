@@ -42,7 +42,7 @@ from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult
-from jdistadam.distributed.step import init_local, step_local
+from jdistadam.distributed.step import init_local
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
@@ -379,9 +379,7 @@ class _Functions:
     ) -> StepResult:
         """Takes a step."""
         del extra_args
-        if model_axes.axes_left_to_xla(self.config.parallel):
-            return model_axes.step(self.config, schedule, self.specs, grads, state, params)
-        return step_local(self.config, schedule, grads, state, params)
+        return model_axes.step(self.config, schedule, self.specs, grads, state, params)
 
     def norm(self, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
         """The global norm of the mean gradient."""

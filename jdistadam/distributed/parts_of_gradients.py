@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jdistadam.core.codecs import FLOAT32
-from jdistadam.core.guards import LossScaleState
+from jdistadam.core.guards import LossScaleState, norm_scale
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.config import DistributedConfig
@@ -103,8 +103,3 @@ def added(
         for i, total, found in zip(indices, *sums, strict=True):
             arrays[i], tiles[i] = total, found
     return grads._replace(arrays=arrays), tiles if are_all_parts else ()
-
-
-def norm_scale(scaling: LossScaleState | None) -> Any:
-    """The factor of a summed gradient in the norm; None: 1."""
-    return None if scaling is None else 1 / scaling.loss_scale

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from jdistadam.core.collectives import Axes
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.distributed.layers import BLOCK, SCAN
+from jdistadam.distributed.layers import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.kernels.copies import Groups
@@ -225,8 +225,7 @@ def make_schedule(
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
         leaf = layout.leaves[bucket.leaves[0]]
-        stacked = leaf.shape[0] if leaf.layers == SCAN and not bucket.is_packed else 0
-        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket), stacked)
+        entry = maker.bucket_schedule(bucket, paths, layout.whole_size(bucket))
         if leaf.layers == BLOCK and bucket.is_sharded_param and parallel.gathers_layers:
             # In the backward pass again if the model uses jax.checkpoint.
             gather = _repeated(entry.gather, "micro-batch", num_reductions)
@@ -274,12 +273,9 @@ class _PhaseMaker:
     groups_of: Callable[[Axes], Groups]
 
     def bucket_schedule(
-        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int, stacked: int
+        self, bucket: Bucket, paths: tuple[str, ...], whole_size: int
     ) -> BucketSchedule:
-        """The phases of one bucket under the strategy.
-
-        ``stacked``: the number of layers of a stacked leaf; otherwise 0.
-        """
+        """The phases of one bucket under the strategy."""
         parallel, policy = self.parallel, self.policy
         shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
         sent, summed = policy.comm_dtype, policy.reduced_dtype

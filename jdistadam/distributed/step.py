@@ -11,7 +11,7 @@ import optax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import make_primitive
-from jdistadam.core.guards import LossScaleState
+from jdistadam.core.guards import LossScaleState, norm_scale
 from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
@@ -23,7 +23,7 @@ from jdistadam.distributed.flat_arrays import types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import main_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
-from jdistadam.distributed.parts_of_gradients import added, norm_scale
+from jdistadam.distributed.parts_of_gradients import added
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult, check_own_state, find_state
 from jdistadam.distributed.update import ShardUpdate, update_shards

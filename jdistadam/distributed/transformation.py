@@ -47,7 +47,6 @@ class DistributedTransformation(FusedTransformation):
     config: DistributedConfig
     specs: Any
     functions: Functions
-    changes_grads: bool  # before it sums them: in a chain
     bound: Schedule | None  # of the params of bind; None: not bound
 
     @classmethod
@@ -56,8 +55,6 @@ class DistributedTransformation(FusedTransformation):
         functions: Functions,
         config: DistributedConfig,
         specs: Any,
-        *,
-        changes_grads: bool = False,
         bound: Schedule | None = None,
     ) -> DistributedTransformation:
         """Makes ``init`` and ``step``, with their configuration."""
@@ -82,7 +79,7 @@ class DistributedTransformation(FusedTransformation):
 
         self: Any = cls(init, _update_raises, step)
         self.functions, self.config, self.specs = functions, config, specs
-        self.changes_grads, self.bound = changes_grads, bound
+        self.bound = bound
         return self
 
     def _step(self, grads: Grads, state: Any, params: Params, **extra_args: Any) -> StepResult:
@@ -203,8 +200,7 @@ class DistributedTransformation(FusedTransformation):
                 "Bind first, then replace functions of the result; train_step never calls these."
             )
         schedule = self.config.schedule(self.config.tensor_local(params))
-        values = self.functions, self.config, self.specs
-        return self.make(*values, changes_grads=self.changes_grads, bound=schedule)
+        return self.make(self.functions, self.config, self.specs, schedule)
 
     def schedule(self, function: str, params: Params, name: str = "params") -> Schedule:
         """Returns the schedule of plain params in the form that a device holds, in shard_map.
@@ -286,7 +282,7 @@ class DistributedTransformation(FusedTransformation):
         """Returns PartitionSpecs restricted to the axes that carry data.
 
         For a ``jax.shard_map`` over the data axes that leaves the axes of ``param_specs`` to XLA.
-        ``init``, ``update``, ``step``, ``accumulate`` and ``grad_norm`` also work in it::
+        ``init``, ``step``, ``accumulate`` and ``grad_norm`` also work in it::
 
             specs = tx.data_specs((tx.param_specs(params), tx.state_specs()))
             step = jax.shard_map(local_step, mesh=mesh, axis_names={"data"},
@@ -400,7 +396,8 @@ class DistributedTransformation(FusedTransformation):
 
         Args:
           grads: Local gradients, or the result of ``accumulate``.
-          state: The state. It affects the norm only in a ``chain``.
+          state: The state. It affects the norm only in a ``chain``, or if it has a ``loss_scale``,
+            by which gradients are divided.
 
         Returns:
           Shape (), float32; the same on all devices.

@@ -48,8 +48,8 @@ class ShardUpdate(NamedTuple):
     state: DistributedState
     shards: Sequence[Any]
     gathered: Sequence[jax.Array]
-    squares: Sequence[tuple[Sequence[Bucket], Any]] = ()
-    tiles: Sequence[Any] = ()
+    squares: Sequence[tuple[Sequence[Bucket], Any]]
+    tiles: Sequence[Any]
 
 
 def update_shards(

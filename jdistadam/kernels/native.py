@@ -182,9 +182,14 @@ def code_that_runs(build_info: str, capability: str) -> str | None:
     return max(found)[-1] if found else None
 
 
+def platform_of(name: str) -> str:
+    """Returns JAX's name of a platform, such as "gpu", as in this module: "cpu" or "cuda"."""
+    return {"gpu": "cuda"}.get(name, name)
+
+
 def default_platform() -> str:
-    """Returns the platform that JAX uses by default: "cpu" or "cuda", as in this module."""
-    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    """Returns the platform that JAX uses by default."""
+    return platform_of(jax.default_backend())
 
 
 @functools.cache

@@ -181,11 +181,8 @@ class _Store:
 
     def _take(self, name: str, process: int) -> Any:
         key = f"{self._prefix}/{name}/{process}"
-        try:
-            return json.loads(self._client.blocking_key_value_get(key, 1000 * LIMIT_SECONDS))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+        if (text := compat.text_within(self._client, key, LIMIT_SECONDS)) is not None:
+            return json.loads(text)
         raise AgreementError(
             f"process {process}: did not connect for copies within {LIMIT_SECONDS} s: got no word, "
             "expected the same call of distributed in every process. "

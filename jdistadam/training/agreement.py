@@ -216,13 +216,8 @@ class _Store:
 
     def take(self, name: str, limit: int) -> Any:
         """Waits for a value, at most ``limit`` seconds; None if it does not come."""
-        try:
-            text = self._client.blocking_key_value_get(f"{self._prefix}/{name}", 1000 * limit)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return None
-        return json.loads(text)
+        text = compat.text_within(self._client, f"{self._prefix}/{name}", limit)
+        return None if text is None else json.loads(text)
 
     def delete(self) -> None:
         self._client.key_value_delete(self._prefix + "/")

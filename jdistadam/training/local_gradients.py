@@ -261,8 +261,7 @@ def _like(old: Any, new: Any) -> Any:
     """Keeps the dtypes of a model state, which a step must not change."""
 
     def like(old: Any, new: Any) -> Any:
-        is_key = jnp.issubdtype(old.dtype, jax.dtypes.prng_key)
-        return new if is_key else jnp.asarray(new).astype(old.dtype)
+        return new if trees.is_key(old) else jnp.asarray(new).astype(old.dtype)
 
     return jax.tree.map(like, old, new)
 

@@ -258,7 +258,7 @@ def _shard(
         )
     place = NamedSharding(config.mesh, config.parallel.state_spec)
 
-    def flat(layout: Layout, tree: Any, dtype: Any) -> jax.Array:
+    def flat(tree: Any, dtype: Any) -> jax.Array:
         leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
         parts = []
         for part in range(config.parallel.size(config.parallel.tensor_axes)):
@@ -274,9 +274,9 @@ def _shard(
     def moment(name: str) -> Any:
         tree, like = getattr(adam, name), getattr(old, name)
         if not is_flat_codes(like):
-            return jax.device_put(flat(layout, tree, like.dtype), config.state_sharding(name))
-        devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
-        floats = np.asarray(flat(layout, tree, jnp.float32)).reshape(devices, layout.flat_size)
+            return jax.device_put(flat(tree, like.dtype), config.state_sharding(name))
+        devices = config.parallel.size(config.parallel.cut_axes)
+        floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
         for bucket in layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
@@ -310,7 +310,7 @@ def _fetch_moment(
     config: DistributedConfig, layout: Layout, moment: FlatCodes, name: str
 ) -> np.ndarray:
     """A coded moment as the flat array of floats that it replaces."""
-    devices = config.parallel.num_shards * config.parallel.size(config.parallel.tensor_axes)
+    devices = config.parallel.size(config.parallel.cut_axes)
     floats = np.zeros((devices, layout.flat_size), np.float32)
     for bucket in layout.buckets:
         shards = fetch(decoded_shards(config, bucket, name, moment)).reshape(devices, -1)

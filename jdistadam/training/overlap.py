@@ -461,7 +461,7 @@ class _Evaluation:
         if self._is_anchor[i]:
             self._before_anchor(i)
         values = values_of(eqn.invars, self._known)
-        if eqn.primitive.name == "scan" and contains(eqn, {copies.START}):
+        if _is_copying_loop(eqn):
             eqn = self._with_overlap(eqn)
         self._assign(eqn.outvars, evaluate_one(self._jaxpr, eqn, values))
         plain = [v for v in eqn.outvars if isinstance(getattr(v.aval, "dtype", None), np.dtype)]

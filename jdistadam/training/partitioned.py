@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.mesh_axes import DataParallel, axes_in, over_axes
 from jdistadam.distributed.model_axes import cut_twice
@@ -193,7 +193,7 @@ def _naming_no_axis_left_to_xla(
 
 
 def check_model_axes(config: DistributedConfig) -> None:
-    """Raises MeshError or PolicyError if a step cannot leave axes to XLA."""
+    """Raises MeshError if a step cannot leave axes to XLA."""
     if not config.has_model_axes:
         return
     if len(set(config.mesh.axis_types)) > 1:
@@ -238,6 +238,5 @@ def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -
     for eqn in jaxpr.eqns:
         yield eqn
         inside = manual | frozenset(eqn.params.get("newly_manual_axes", ()))
-        for inner in trees.parts_of(list(eqn.params.values()), ClosedJaxpr | Jaxpr):
-            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        for inner in jaxprs_in_params(eqn.params):
             yield from _left_to_xla(inner, parallel, inside)

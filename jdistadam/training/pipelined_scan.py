@@ -177,7 +177,7 @@ class _Cut:
     def _find_sums(self) -> tuple[set[int], list[Any]]:
         """Exchanges, with all that is made of their results, and what they need.
 
-        None if anything else but outputs is made of them.
+        Nothing if anything else but outputs is made of them.
         """
         found, made = set[int](), set[Any]()
         for i, eqn in enumerate(self._eqns):

@@ -1,4 +1,10 @@
-"""What a train state remembers, outside its fields, of its origin."""
+"""What a train state remembers, outside its fields, of its origin.
+
+A state remembers the very arrays with which it was made and that are the rounded main parameters. A
+step then sees at no cost that they were not replaced. A state made otherwise, by a tree map or a
+checkpoint, remembers nothing, and is compared once. A state that a step returned also remembers its
+layout and its other arrays; no array is there twice.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +15,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jdistadam.distributed.transformation import DistributedTransformation
-
-# What a train state remembers, outside its fields, of its origin.
-#
-# A state remembers the very arrays with which it was made and that are the rounded main parameters.
-# A step then sees at no cost that they were not replaced. A state made otherwise, by a tree map or
-# a checkpoint, remembers nothing, and is compared once. A state that a step returned also remembers
-# its layout and its other arrays; no array is there twice.
 
 _KNOWN, _RETURNED = "_params_made_with", "_returned"
 

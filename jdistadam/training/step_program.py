@@ -147,7 +147,7 @@ def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
     """
 
     def mean(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if trees.is_key(x):
             words = collectives.all_reduce_max(jax.random.key_data(x), axes)
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
