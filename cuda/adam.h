@@ -42,8 +42,6 @@ struct AdamCall {
   Mode mode;
   int32_t flags;  // of adam_math.h
   Dtypes dtypes;
-  int32_t contributions;      // gradients of each leaf, added pairwise (pairwise.h) first
-  size_t grad_stride;         // elements from one contribution to the next; 0: the leaf's size
   const float* coefficients;  // (groups, kNumCoefficients)
   const float* inv_scale;     // multiplies every gradient
   const bool* found_inf;

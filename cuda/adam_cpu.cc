@@ -8,7 +8,6 @@
 
 #include "adam.h"
 #include "adam_math.h"
-#include "pairwise.h"
 
 // The compiler makes one copy of the block loop per instruction set and selects one at load time.
 // Vector width changes no bits: lanes are independent and contraction is off.
@@ -70,27 +69,10 @@ JDISTADAM_INLINE void StoreBlock(void* base, Dtype dtype, size_t begin, const fl
   }
 }
 
-// The gradients of elements [begin, begin + n): in place, or the sum of their contributions.
+// Nobody writes to the gradients.
 JDISTADAM_INLINE const float* LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin,
                                        float* __restrict__ buffer, size_t n) {
-  void* grad = const_cast<void*>(leaf.grad);
-  if (call.contributions == 1) return LoadBlock(grad, call.dtypes.grad, begin, buffer, n);
-  const size_t stride = call.grad_stride != 0 ? call.grad_stride : leaf.size;
-  struct Block {
-    float x[kBlock];
-  } total, loaded;
-  PairwiseSum<kMaxContributions>(
-      call.contributions,
-      [&](int k, Block* term) {
-        const float* x = LoadBlock(grad, call.dtypes.grad, k * stride + begin, loaded.x, n);
-        for (size_t i = 0; i < n; ++i) term->x[i] = x[i];
-      },
-      [n](const Block& a, Block* b) {
-        for (size_t i = 0; i < n; ++i) b->x[i] = a.x[i] + b->x[i];
-      },
-      &total);
-  for (size_t i = 0; i < n; ++i) buffer[i] = total.x[i];
-  return buffer;
+  return LoadBlock(const_cast<void*>(leaf.grad), call.dtypes.grad, begin, buffer, n);
 }
 
 // The parameters of elements [begin, begin + n), joined if they are stored as two halves.

@@ -15,15 +15,14 @@
 // uses; there a thread takes 16 bytes of the widest array. Others has one Any per mode for all
 // other calls.
 //
-// To add a variant, add a Fixed to Common (ForMoments: for mu and nu in their usual dtypes;
-// ForContributions: for several gradients per parameter). It costs no time on the device for calls
-// of other variants, but adds one kernel to the compiled module per architecture and per capacity
-// of a leaf table. tests/kernels/test_adam.py compares both kinds with the reference.
+// To add a variant, add a Fixed to Common (ForMoments: for mu and nu in their usual dtypes). It
+// costs no time on the device for calls of other variants, but adds one kernel to the compiled
+// module per architecture and per capacity of a leaf table. tests/kernels/test_adam.py compares
+// both kinds with the reference.
 
 #include "adam_math.h"
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
-#include "pairwise.h"
 #include "squares.cuh"
 #include "variants.cuh"
 #include "vector.cuh"
@@ -38,47 +37,12 @@ struct Step {
   Mode mode;
   bool nesterov, cautious;
   Dtypes dtypes;
-  int32_t contributions;
-  size_t grad_stride;
   const float* coefficients;
   const float* inv_scale;
   const bool* found_inf;
 };
 static_assert(sizeof(LeafTable<Leaf, kSmallTable>) + sizeof(Step) <= 4096);
 static_assert(sizeof(LeafTable<Leaf, kLargeTable>) + sizeof(Step) <= kMaxParameterBytes);
-
-// Elements from one contribution to a leaf's gradient to the next.
-__device__ __forceinline__ size_t GradStride(const Step& step, const Leaf& leaf) {
-  return step.grad_stride != 0 ? step.grad_stride : leaf.size;
-}
-
-// The sum of a gradient's contributions. All loads of a fixed number are in flight together.
-template <typename Types>
-__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step, const Leaf& leaf,
-                                         size_t i, float (&g)[Types::kVector]) {
-  constexpr int n = Types::kVector;
-  using Sum = VectorSum<n>;
-  Sum total;
-  const size_t stride = GradStride(step, leaf);
-  PairwiseSum<Types::kMaxContributions>(
-      t.contributions,
-      [&](int k, Sum* term) {
-        Widen(LoadVector<n>(leaf.grad, t.grad, k * stride + i), t.grad, term->x);
-      },
-      typename Sum::Add{}, &total);
-  total.CopyTo(g);
-}
-
-// The same for one element.
-__device__ float LoadGradOne(const Step& step, const Leaf& leaf, size_t i) {
-  const size_t stride = GradStride(step, leaf);
-  float total;
-  PairwiseSum<kMaxContributions>(
-      step.contributions,
-      [&](int k, float* term) { *term = LoadOne(leaf.grad, step.dtypes.grad, k * stride + i); },
-      [](float a, float* b) { *b = a + *b; }, &total);
-  return total;
-}
 
 // One element: the tail of a leaf, every element of a misaligned leaf, a vector with a NaN, and all
 // elements of a skipped step. Kernels with sums of squares pass `squares`, here and below; others
@@ -94,11 +58,11 @@ __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t 
   if (*step.found_inf) {  // the unchanged parameter in out's dtype, or an update of zero
     if (step.mode == Mode::kStepAndCast) StoreOne(leaf.out, t.out, i, p);
     if (step.mode == Mode::kUpdate) StoreOne(leaf.out, t.out, i, 0.0f);
-    ((*squares = SquaresOf(LoadGradOne(step, leaf, i) * *step.inv_scale, p, 0.0f)), ...);
+    ((*squares = SquaresOf(LoadOne(leaf.grad, t.grad, i) * *step.inv_scale, p, 0.0f)), ...);
     return;
   }
   const Coefficients c = reinterpret_cast<const Coefficients*>(step.coefficients)[leaf.group];
-  const float g = LoadGradOne(step, leaf, i) * *step.inv_scale;
+  const float g = LoadOne(leaf.grad, t.grad, i) * *step.inv_scale;
   float m = LoadOne(leaf.mu, t.mu, i), v = LoadOne(leaf.nu, t.nu, i);
   const Terms terms = TermsOf(c, step.nesterov, kMayBeCautious && step.cautious);
   const float u = AdamUpdate(c, terms, g, p, m, v);
@@ -147,7 +111,7 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
   Packed<n> packed_low;
   if (mode == Mode::kStepSplit) packed_low = LoadVector<n>(leaf.out, Dtype::kUint16, i);
   float g[n], p[n], m[n], v[n];
-  LoadGrad(t, step, leaf, i, g);
+  Widen(LoadVector<n>(leaf.grad, t.grad, i), t.grad, g);
   const Coefficients c = reinterpret_cast<const Row*>(step.coefficients)[leaf.group].coefficients;
   const float inv_scale = *step.inv_scale;
   bool special = *step.found_inf;
@@ -186,12 +150,11 @@ __device__ __forceinline__ void StepVector(const Types& t, const Step& step, con
 
 // Whether all arrays of a leaf can be read and written as vectors.
 template <typename Types>
-__device__ __forceinline__ bool IsAligned(const Types& t, const Step& step, const Leaf& leaf) {
+__device__ __forceinline__ bool IsAligned(const Types& t, const Leaf& leaf) {
   constexpr int n = Types::kVector;
   return IsAligned<n>(leaf.grad, t.grad) && IsAligned<n>(leaf.param, t.param) &&
          IsAligned<n>(leaf.mu, t.mu) && IsAligned<n>(leaf.nu, t.nu) &&
-         (Types::kMode == Mode::kStep || IsAligned<n>(leaf.out, t.out)) &&
-         (t.contributions == 1 || GradStride(step, leaf) % n == 0);
+         (Types::kMode == Mode::kStep || IsAligned<n>(leaf.out, t.out));
 }
 
 // Each block takes one tile of one leaf, each thread one vector of the tile.
@@ -206,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= leaf.size) return;
   const size_t left = leaf.size - i;
   const Types t(step);
-  if (left >= n && IsAligned(t, step, leaf)) {
+  if (left >= n && IsAligned(t, leaf)) {
     StepVector(t, step, leaf, i);
   } else {
     for (int k = 0; k < n && k < left; ++k) StepOne<Types::kMayBeCautious>(step, leaf, i + k);
@@ -239,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   const int mine = left < n ? static_cast<int>(left) : n;
   const Types t(step);
   ThreadSquares<n> squares;
-  if (mine == n && IsAligned(t, step, leaf)) {
+  if (mine == n && IsAligned(t, leaf)) {
     StepVector(t, step, leaf, i, &squares);
   } else {
     MeasureEach<Types>(step, leaf, i, mine, &squares);
@@ -253,8 +216,6 @@ Step StepOf(const AdamCall& call) {
           (call.flags & kNesterov) != 0,
           (call.flags & kCautious) != 0,
           call.dtypes,
-          call.contributions,
-          call.grad_stride,
           call.coefficients,
           call.inv_scale,
           call.found_inf};
@@ -292,10 +253,9 @@ struct Any : AnyTypes<kMode> {
   static constexpr int kVector = 4;
 };
 
-template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
-          int kContributions = 1>
-struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut, kContributions> {
-  using FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut, kContributions>::FixedTypes;
+template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
+struct Fixed : FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut> {
+  using FixedTypes<kMode, kGrad, kParam, kMu, kNu, kOut>::FixedTypes;
   // 16 bytes of the widest array
   static constexpr int kVector = kGrad == Dtype::kFloat32 || kParam == Dtype::kFloat32 ||
                                          kMu == Dtype::kFloat32 || kNu == Dtype::kFloat32
@@ -312,12 +272,6 @@ using ForMoments =
     List<Fixed<kMode, kGrad, kParam, F, F, kOut>, Fixed<kMode, kGrad, kParam, B, F, kOut>,
          Fixed<kMode, kGrad, kParam, B, B, kOut>>;
 
-// The three variants that add 2, 4 or 8 gradients per parameter, with float32 moments.
-template <Mode kMode, Dtype kGrad, Dtype kParam, Dtype kOut>
-using ForContributions =
-    List<Fixed<kMode, kGrad, kParam, F, F, kOut, 2>, Fixed<kMode, kGrad, kParam, F, F, kOut, 4>,
-         Fixed<kMode, kGrad, kParam, F, F, kOut, 8>>;
-
 // Dtypes are in the order grad, param, (mu, nu,) out: F float32, B bfloat16, H float16, U uint16
 // (remainders). Mode::kStep has no out; F takes its place.
 using Common =
@@ -326,9 +280,7 @@ using Common =
            ForMoments<Mode::kStepAndCast, B, F, B>, ForMoments<Mode::kStepAndCast, F, F, B>,
            List<Fixed<Mode::kStepAndCast, H, F, F, F, H>, Fixed<Mode::kStepAndCast, F, F, F, F, H>>,
            ForMoments<Mode::kUpdate, F, F, F>, List<Fixed<Mode::kUpdate, B, B, F, F, B>>,
-           ForMoments<Mode::kStepSplit, B, B, U>, ForMoments<Mode::kStepSplit, F, B, U>,
-           ForContributions<Mode::kStepAndCast, B, F, B>, ForContributions<Mode::kStep, F, F, F>,
-           ForContributions<Mode::kStep, B, F, F>>::Type;
+           ForMoments<Mode::kStepSplit, B, B, U>, ForMoments<Mode::kStepSplit, F, B, U>>::Type;
 // All other dtypes.
 using Others =
     List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;

@@ -6,7 +6,6 @@
 // results   params (not in Mode::kUpdate), mu, nu, aliased with their operands; then out (not in
 //           Mode::kStep; aliased in Mode::kStepSplit).
 // mode, flags   see adam.h and adam_math.h.
-// contributions    gradients to be added: each array of grads holds as many in sequence.
 // groups    one row of the coefficients per leaf; its length is the number of leaves.
 // flat      bit k set: operand kind k (grads, params, mu, nu, out) is flat, and its leaf i is
 //           elements [offsets[i], offsets[i] + sizes[i]).
@@ -17,7 +16,7 @@
 // Coefficients of more than two dimensions have rows for several members; their number is the
 // product of the dimensions before the last two. Every array then holds that many leaves of equal
 // size in sequence, and the m-th of them uses row m * groups + group. In such a call nothing is
-// flat, and there is one contribution.
+// flat.
 //
 // kernels/adam.py builds these calls, but no arguments from Python may crash the process.
 #pragma once
@@ -29,7 +28,6 @@
 #include "adam.h"
 #include "adam_math.h"
 #include "ffi_common.h"
-#include "pairwise.h"
 
 namespace jdistadam {
 
@@ -41,7 +39,6 @@ constexpr int kMuKind = 2, kNuKind = 3, kOutKind = 4;
 struct AdamAttributes {  // in the order of their decoding below
   int32_t mode;
   int32_t flags;
-  int32_t contributions;
   ffi::Span<const int32_t> groups;
   int32_t flat;
   ffi::Span<const int64_t> sizes, offsets;
@@ -56,12 +53,14 @@ struct AdamAttributes {  // in the order of their decoding below
 
 }  // namespace jdistadam
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jdistadam::AdamAttributes, StructMember<int32_t>("mode"), StructMember<int32_t>("flags"),
-    StructMember<int32_t>("contributions"), StructMember<Span<const int32_t>>("groups"),
-    StructMember<int32_t>("flat"), StructMember<Span<const int64_t>>("sizes"),
-    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
-    StructMember<Span<const int64_t>>("nu_offsets"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<int32_t>("mode"),
+                                      StructMember<int32_t>("flags"),
+                                      StructMember<Span<const int32_t>>("groups"),
+                                      StructMember<int32_t>("flat"),
+                                      StructMember<Span<const int64_t>>("sizes"),
+                                      StructMember<Span<const int64_t>>("offsets"),
+                                      StructMember<Span<const int64_t>>("mu_offsets"),
+                                      StructMember<Span<const int64_t>>("nu_offsets"));
 
 namespace jdistadam {
 
@@ -81,7 +80,7 @@ class CallBuilder {
   // leaves already have.
   template <typename Buffers, typename Pointer>
   ffi::Error Take(const char* name, int kind, const Buffers& buffers, size_t* next, Dtype* dtype,
-                  Pointer Leaf::* pointer, size_t copies = 1, Place place = kNew) {
+                  Pointer Leaf::* pointer, Place place = kNew) {
     const AdamAttributes& a = attributes_;
     const bool is_flat = (a.flat >> kind) & 1;
     const bool is_remainder = kind == kOutKind && call_->mode == Mode::kStepSplit;
@@ -98,15 +97,14 @@ class CallBuilder {
       return first_kind_ ? std::nullopt : std::optional(call_->leaves[i].size);
     };
     const auto start_of = [&](size_t i) { return size_t(a.OffsetsOf(kind)[i]); };
-    const auto set = [&](size_t i, char* data, size_t size, size_t total) {
+    const auto set = [&](size_t i, char* data, size_t size, size_t) {
       Leaf& leaf = call_->leaves[i];
       leaf.size = size;
-      if (is_flat && copies > 1) call_->grad_stride = total;
       if (place == kAliased) return *dtype == operand && (size == 0 || leaf.*pointer == data);
       leaf.*pointer = data;
       return true;
     };
-    const Kind read{name, is_flat, copies, is_remainder ? "uint16" : kFloats};
+    const Kind read{name, is_flat, 1, is_remainder ? "uint16" : kFloats};
     const auto error = TakeLeaves(read, call_->leaves.size(), buffers, next, dtype, dtype_of,
                                   size_of, start_of, set);
     first_kind_ = false;
@@ -123,8 +121,6 @@ class CallBuilder {
 inline ffi::Error CheckAttributes(const AdamAttributes& a, int64_t num_groups) {
   if ((a.flags & ~kAllFlags) != 0) return Invalid("flags has unknown bits");
   if (a.mode < 0 || a.mode > 3) return Invalid("mode must be 0, 1, 2 or 3");
-  if (a.contributions < 1 || a.contributions > kMaxContributions)
-    return Invalid("contributions must be between 1 and " + std::to_string(kMaxContributions));
   if (a.flat < 0 || a.flat > 31) return Invalid("flat must be between 0 and 31");
   const size_t count = a.groups.size();
   const bool sized = a.sizes.size() == count && a.offsets.size() == count;
@@ -212,8 +208,6 @@ inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const Coefficien
   if (auto error = CheckAttributes(attributes, rows.groups); error.failure()) return error;
   call->mode = static_cast<Mode>(attributes.mode);
   call->flags = attributes.flags;
-  call->contributions = attributes.contributions;
-  call->grad_stride = 0;
   call->coefficients = coefficients.typed_data();
   call->inv_scale = inv_scale.typed_data();
   call->found_inf = found_inf.typed_data();
@@ -224,8 +218,7 @@ inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const Coefficien
   t.out = Dtype::kFloat32;
   const bool split = call->mode == Mode::kStepSplit;
   size_t &arg = taken->args, &ret = taken->rets;
-  ffi::Error e =
-      builder.Take("grads", 0, args, &arg, &t.grad, &Leaf::grad, size_t(call->contributions));
+  ffi::Error e = builder.Take("grads", 0, args, &arg, &t.grad, &Leaf::grad);
   if (e.success()) e = builder.Take("params", 1, args, &arg, &t.param, &Leaf::param);
   if (e.success()) e = builder.Take("mu", 2, args, &arg, &t.mu, &Leaf::mu);
   if (e.success()) e = builder.Take("nu", 3, args, &arg, &t.nu, &Leaf::nu);
@@ -235,11 +228,11 @@ inline ffi::Error BuildLeaves(const AdamAttributes& attributes, const Coefficien
       e = Invalid("params: dtype must be bfloat16 beside remainders");
   }
   if (e.success() && call->mode != Mode::kUpdate)
-    e = builder.Take("params", 1, rets, &ret, &t.param, &Leaf::param, 1, kAliased);
-  if (e.success()) e = builder.Take("mu", 2, rets, &ret, &t.mu, &Leaf::mu, 1, kAliased);
-  if (e.success()) e = builder.Take("nu", 3, rets, &ret, &t.nu, &Leaf::nu, 1, kAliased);
+    e = builder.Take("params", 1, rets, &ret, &t.param, &Leaf::param, kAliased);
+  if (e.success()) e = builder.Take("mu", 2, rets, &ret, &t.mu, &Leaf::mu, kAliased);
+  if (e.success()) e = builder.Take("nu", 3, rets, &ret, &t.nu, &Leaf::nu, kAliased);
   if (e.success() && call->mode != Mode::kStep)
-    e = builder.Take("out", 4, rets, &ret, &t.out, &Leaf::out, 1, split ? kAliased : kNew);
+    e = builder.Take("out", 4, rets, &ret, &t.out, &Leaf::out, split ? kAliased : kNew);
   return e;
 }
 
@@ -253,8 +246,8 @@ inline ffi::Error BuildCall(const AdamAttributes& attributes, const CoefficientR
   auto error = BuildLeaves(attributes, coefficients, inv_scale, found_inf, args, rets,
                            /*moments_may_be_coded=*/false, rows, &taken, call);
   if (error.failure()) return error;
-  if (rows.members && (attributes.flat != 0 || attributes.contributions != 1))
-    return Invalid("with several members nothing may be flat, and contributions must be 1");
+  if (rows.members && attributes.flat != 0)
+    return Invalid("with several members nothing may be flat");
   if (taken.args != args.size() || taken.rets != rets.size()) return Invalid("too many arrays");
   if (rows.members) return CutIntoMembers(size_t(*rows.members), int32_t(rows.groups), call);
   return ffi::Error::Success();

@@ -53,8 +53,6 @@ void Step(const PartsCall& call, const Threads& threads, const std::vector<float
   AdamCall adam{Mode::kStep,
                 call.flags,
                 {Dtype::kFloat32, Dtype::kFloat32, t.mu, t.nu, Dtype::kFloat32},
-                1,
-                0,
                 call.coefficients,
                 call.inv_scale,
                 call.found_inf,

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "adam_math.h"
-#include "pairwise.h"
 #include "quantized.h"
 
 namespace jdistadam {
@@ -81,15 +80,7 @@ void StoreMoment(void* base, Dtype dtype, float* scales, size_t begin, size_t n,
 }
 
 void LoadGrad(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n, float* g) {
-  const size_t stride = call.grad_stride != 0 ? call.grad_stride : leaf.size;
-  for (size_t i = 0; i < n; ++i) {
-    PairwiseSum<kMaxContributions>(
-        call.contributions,
-        [&](int k, float* term) {
-          *term = LoadOne(leaf.grad, call.dtypes.grad, k * stride + begin + i);
-        },
-        [](float a, float* b) { *b = a + *b; }, &g[i]);
-  }
+  for (size_t i = 0; i < n; ++i) g[i] = LoadOne(leaf.grad, call.dtypes.grad, begin + i);
 }
 
 float LoadParam(const AdamCall& call, const Leaf& leaf, size_t i) {

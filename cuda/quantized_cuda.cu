@@ -32,7 +32,7 @@ __device__ __forceinline__ void StepBlocks(const Types& t, const Step& step,
   for (; chunks != 0; mine += stride, chunks >>= 1) {
 #pragma unroll 1
     for (uint32_t block = 0; chunks % 2 != 0 && block < kChunk; block += kBlockSize) {
-      const Part part = PartOf(t, step, leaf, mine + block);
+      const Part part = PartOf(t, leaf, mine + block);
       if (part.i - threadIdx.x % 32 * kVector >= leaf.size) return;
       if (*step.found_inf) {
         (MeasureSkipped(t, step, leaf, part, runs), ...);
@@ -122,7 +122,6 @@ Step StepOf(const QuantizedCall& call) {
   return {adam.mode,          (adam.flags & kNesterov) != 0,
           call.is_stochastic, (adam.flags & kCautious) != 0,
           adam.dtypes,        RoundsOf(call),
-          adam.contributions, adam.grad_stride,
           adam.coefficients,  adam.inv_scale,
           adam.found_inf,     call.key,
           call.count,         call.parts};

@@ -4,7 +4,6 @@
 
 #include "adam_math.h"
 #include "leaf_table.cuh"
-#include "pairwise.h"
 #include "quantized.h"
 #include "squares.cuh"
 #include "vector.cuh"
@@ -22,8 +21,6 @@ struct Step {
   bool nesterov, is_stochastic, cautious;
   Dtypes dtypes;
   uint32_t rounds;  // chunks of a tile per warp
-  int32_t contributions;
-  size_t grad_stride;
   const float* coefficients;
   const float* inv_scale;
   const bool* found_inf;
@@ -59,21 +56,17 @@ __device__ __forceinline__ bool IsAlignedFor(const void* base, Dtype dtype) {
 
 // Whether every array of a leaf can be accessed as vectors, from multiples of four on.
 template <typename Types>
-__device__ __forceinline__ bool IsAligned(const Types& t, const Step& step,
-                                          const QuantizedLeaf& leaf) {
-  const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
+__device__ __forceinline__ bool IsAligned(const Types& t, const QuantizedLeaf& leaf) {
   return IsAlignedFor(leaf.grad, t.grad) && IsAlignedFor(leaf.param, t.param) &&
          IsAlignedFor(leaf.mu, t.mu) && IsAlignedFor(leaf.nu, t.nu) &&
-         (Types::kMode == Mode::kStep || IsAlignedFor(leaf.out, t.out)) &&
-         (t.contributions == 1 || stride % kVector == 0);
+         (Types::kMode == Mode::kStep || IsAlignedFor(leaf.out, t.out));
 }
 
 template <typename Types>
-__device__ __forceinline__ Part PartOf(const Types& t, const Step& step, const QuantizedLeaf& leaf,
-                                       size_t i) {
+__device__ __forceinline__ Part PartOf(const Types& t, const QuantizedLeaf& leaf, size_t i) {
   const size_t left = i < leaf.size ? leaf.size - i : 0;
   const int n = left < kVector ? static_cast<int>(left) : kVector;
-  const bool is_vector = n == kVector && IsAligned(t, step, leaf);
+  const bool is_vector = n == kVector && IsAligned(t, leaf);
   return {i, n, is_vector};
 }
 
@@ -216,24 +209,6 @@ __device__ __forceinline__ void StoreMoment(void* base, Dtype dtype, float* scal
   });
 }
 
-// The sum of a gradient's contributions.
-template <typename Types>
-__device__ __forceinline__ void LoadGrad(const Types& t, const Step& step,
-                                         const QuantizedLeaf& leaf, const Part& part,
-                                         float (&g)[kVector]) {
-  using Sum = VectorSum<kVector>;
-  Sum total;
-  const size_t stride = step.grad_stride != 0 ? step.grad_stride : leaf.size;
-  PairwiseSum<Types::kMaxContributions>(
-      t.contributions,
-      [&](int k, Sum* term) {
-        const Part shifted{part.i + k * stride, part.n, part.is_vector};
-        Widen(LoadPart(leaf.grad, t.grad, shifted), t.grad, term->x);
-      },
-      Sum::Add{}, &total);
-  total.CopyTo(g);
-}
-
 // Not inlined: 64-bit divisions would take registers, and none are left.
 __device__ __noinline__ Random4 Draw(const Step& step, const QuantizedLeaf& leaf, size_t i) {
   const Origin origin = OriginOf(step.parts, leaf, i);
@@ -274,7 +249,7 @@ __device__ __noinline__ void MeasureSkipped(const Types& t, const Step& step,
                                             const QuantizedLeaf& leaf, const Part& part,
                                             const RunsOfLeaf& runs) {
   float g[kVector], p[kVector];
-  LoadGrad(t, step, leaf, part, g);
+  Widen(LoadPart(leaf.grad, t.grad, part), t.grad, g);
   const auto packed_p = LoadPart(leaf.param, t.param, part);
   if (Types::kMode == Mode::kStepSplit) {
     JoinVectors(packed_p, LoadPart(leaf.out, Dtype::kUint16, part), p);
@@ -317,7 +292,7 @@ __device__ __noinline__ void StepPart(const Types& t, const Step& step, const Qu
   const float mu_scale = IsCoded(t.mu) && is_mine ? leaf.mu_scales[block] : 0.0f;
   const float nu_scale = IsCoded(t.nu) && is_mine ? leaf.nu_scales[block] : 0.0f;
   float g[kVector], p[kVector], m[kVector], v[kVector];
-  LoadGrad(t, step, leaf, part, g);
+  Widen(LoadPart(leaf.grad, t.grad, part), t.grad, g);
   const Coefficients c = LoadCoefficients(step, leaf);
   const float inv_scale = *step.inv_scale;
   Random4 drawn{};

@@ -1,7 +1,7 @@
 // Variants of a kernel, and which of them a call launches.
 //
-// A kernel is a template of `Types`: its mode, the storage dtypes of the five arrays, and the
-// number of gradients that it adds. A variant is one such type:
+// A kernel is a template of `Types`: its mode and the storage dtypes of the five arrays. A variant
+// is one such type:
 //
 //   FixedTypes<mode, dtypes...>  All is constant: conversions have no branches, and weight decay is
 //                                not cautious. These kernels are at the limit of registers for
@@ -27,9 +27,7 @@ template <Mode kMode_>
 struct AnyTypes {
   static constexpr Mode kMode = kMode_;
   static constexpr bool kMayBeCautious = true;
-  static constexpr int kMaxContributions = jdistadam::kMaxContributions;
   Dtype grad, param, mu, nu, out;
-  int contributions;
 
   template <typename Step>
   __device__ explicit AnyTypes(const Step& step)
@@ -37,27 +35,23 @@ struct AnyTypes {
         param(step.dtypes.param),
         mu(step.dtypes.mu),
         nu(step.dtypes.nu),
-        out(step.dtypes.out),
-        contributions(step.contributions) {}
+        out(step.dtypes.out) {}
   static bool Fits(const AdamCall& call) { return call.mode == kMode; }
 };
 
 // With the same names. Mode::kStep has no out.
-template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut,
-          int kContributions = 1>
+template <Mode kMode_, Dtype kGrad, Dtype kParam, Dtype kMu, Dtype kNu, Dtype kOut>
 struct FixedTypes {
   static constexpr Mode kMode = kMode_;
   static constexpr Dtype grad = kGrad, param = kParam, mu = kMu, nu = kNu, out = kOut;
   static constexpr bool kMayBeCautious = false;
-  static constexpr int contributions = kContributions, kMaxContributions = kContributions;
 
   template <typename Step>
   __device__ explicit FixedTypes(const Step&) {}
   static bool Fits(const AdamCall& call) {
     const Dtypes& t = call.dtypes;
     return call.mode == kMode && t.grad == grad && t.param == param && t.mu == mu && t.nu == nu &&
-           (kMode == Mode::kStep || t.out == out) && call.contributions == contributions &&
-           (call.flags & kCautious) == 0;
+           (kMode == Mode::kStep || t.out == out) && (call.flags & kCautious) == 0;
   }
 };
 

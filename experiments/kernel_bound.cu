@@ -147,7 +147,6 @@ template <Kind kKind>
 void MeasureStep(char* memory, const float* numbers, size_t size, int repeats) {
   const Leaf leaf = Allocate(memory, size, kKind);
   AdamCall call{};
-  call.contributions = 1;
   call.coefficients = numbers;
   call.inv_scale = numbers + kNumCoefficients;
   call.found_inf = reinterpret_cast<const bool*>(numbers + kNumCoefficients + 1);

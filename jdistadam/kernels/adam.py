@@ -126,22 +126,13 @@ def _result_types(spec: Spec, given: dict[str, Sequence[Any]]) -> dict[str, list
         made["params"] = []
     if spec.mode in ("step_and_cast", "update"):
         dtype = jnp.dtype(spec.out_dtype)
-        made["out"] = [_summed(spec, x).update(dtype=dtype) for x in given["grads"]]
+        made["out"] = [jax.typeof(x).update(dtype=dtype) for x in given["grads"]]
     return made
-
-
-def _summed(spec: Spec, grads: Any) -> Any:
-    """The type of the sum of an array's contributions."""
-    if spec.contributions == 1:
-        return jax.typeof(grads)
-    flat = "grads" in spec.flat
-    shape = (grads.size // spec.contributions,) if flat else grads.shape[1:]
-    return native.type_like(grads, shape, grads.dtype)
 
 
 def _types_of_sums(spec: Spec, grads: Sequence[Any], request: SquaresRequest) -> list[Any]:
     """The types of the sums, and of the sums of runs that the call adds."""
-    sizes = spec.sizes or [x.size // spec.contributions for x in grads]
+    sizes = spec.sizes or [x.size for x in grads]
     runs = sum(map(num_runs, sizes, request.by_element))
     shapes = (request.segments.shape[0], len(KINDS)), (len(KINDS), runs)
     return [native.type_like(request.segments, shape, jnp.float32) for shape in shapes]
@@ -152,7 +143,6 @@ def _attributes(spec: Spec) -> dict[str, Any]:
     attributes = {
         "mode": np.int32(_MODES[spec.mode]),
         "flags": bits_of(spec.flags),
-        "contributions": np.int32(spec.contributions),
         "groups": np.asarray(spec.groups, np.int32),
         "flat": np.int32(sum(1 << _OPERANDS.index(kind) for kind in spec.flat)),
         "sizes": np.asarray(spec.sizes, np.int64),

@@ -90,8 +90,6 @@ class Spec:
       offsets: The start of each leaf in the flat arrays, in elements.
       mu_offsets: The same in a flat first moment. (): as ``offsets``.
       nu_offsets: The same in a flat second moment. (): as ``offsets``.
-      contributions: The number of gradients in each array of grads, stacked in a first dimension
-        (concatenated if flat). They are added pairwise in float32, then used as one.
       rounding: For coded moments or stochastic rounding; None: floats, rounded to nearest.
     """
 
@@ -104,7 +102,6 @@ class Spec:
     offsets: tuple[int, ...] = ()
     mu_offsets: tuple[int, ...] = ()
     nu_offsets: tuple[int, ...] = ()
-    contributions: int = 1
     rounding: RoundingSpec | None = None
 
     def offsets_of(self, kind: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def adam_reference(
         return jax.vmap(one, (Scalars(0, None, None), 0))(scalars, operands)
     steps = [
         _step_leaf(spec, scalars, rounding, i, *leaf, every_term=every_term, xp=xp)
-        for i, leaf in enumerate(_leaves(spec, operands, xp))
+        for i, leaf in enumerate(_leaves(spec, operands))
     ]
     made = AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
     params, mu, nu, out = (
@@ -53,7 +53,7 @@ def squares_reference(
 ) -> Any:
     """The sums of squares that ``request`` asks for."""
     found = []
-    for group, leaf in zip(spec.groups, _leaves(spec, operands, xp), strict=True):
+    for group, leaf in zip(spec.groups, _leaves(spec, operands), strict=True):
         grad, param, mu, nu, remainder = leaf
         mu, nu = (codec_of(x).decode(kind, x, xp) for kind, x in (("mu", mu), ("nu", nu)))
         arrays = (x if x is None else x.reshape(-1) for x in (grad, param, mu, nu, remainder))
@@ -139,15 +139,10 @@ def _bits(
     return reference.random_bits(rounding.key, rounding.count, number, index, shape, xp)
 
 
-def _leaves(spec: Spec, operands: Operands, xp: Any) -> Iterator[tuple[Any, ...]]:
+def _leaves(spec: Spec, operands: Operands) -> Iterator[tuple[Any, ...]]:
     """The gradient, parameter, moments and remainder, or None, of each leaf."""
-    grads = operands.grads
-    if spec.contributions > 1:
-        is_flat = "grads" in spec.flat
-        stacked = [x.reshape(spec.contributions, -1) if is_flat else x for x in grads]
-        grads = [reference.pairwise_sum(x.astype(xp.float32), xp) for x in stacked]
-    sizes = [(size,) for size in spec.sizes] or [x.shape for x in grads]
-    grads = _cut(spec, "grads", grads, sizes)
+    sizes = [(size,) for size in spec.sizes] or [x.shape for x in operands.grads]
+    grads = _cut(spec, "grads", operands.grads, sizes)
     shapes = [x.shape for x in grads]
     params, mu, nu, out = (
         _cut(spec, kind, getattr(operands, kind), shapes) for kind in ("params", "mu", "nu", "out")

@@ -42,7 +42,7 @@ def sharded_adam(
     """Like ``adam``, for leaves with any sharding; supports batching and differentiation.
 
     Args:
-      spec: As for ``adam``; nothing is flat, and there is one contribution.
+      spec: As for ``adam``; nothing is flat.
       scalars: The same on all devices. ``inv_scale`` and ``found_inf`` are the same for all members
         too, and constants in a derivative.
       operands: The leaves.

@@ -171,54 +171,21 @@ def test_split_parameters_are_the_float32_run(platform, moments):
         halves = halves._replace(**{k: getattr(split, k) for k in ("params", "mu", "nu", "out")})
 
 
-@pytest.mark.parametrize("contributions", [2, 3, 4, 5, 7, 8, 16, 33])
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-@often(lambda contributions, grad: contributions % 3 == DTYPES.index(grad) or grad == BF16)
-def test_contributions_are_added_pairwise(platform, grad, contributions):
-    """Summed while they are read: the bits of a sum in tree order, then one step."""
-    rng = np.random.default_rng(contributions)
-    sizes = (0, 1, 5, 513, 4096)
-    operands = random_operands(rng, sizes, (grad, F32, F32, F32))
-    grads = tuple(
-        np.stack([random_array(rng, n, grad) for _ in range(contributions)]) for n in sizes
-    )
-    operands = operands._replace(grads=grads)
-    groups = tuple(i % 2 for i in range(len(sizes)))
-    for mode, out_dtype in (("step", None), ("step_and_cast", BF16), ("update", grad)):
-        spec = Spec(mode, groups, out_dtype=out_dtype, contributions=contributions)
-        assert_equals_reference(spec, scalars(random_rows()), operands)
-    summed = tuple(reference.pairwise_sum(x.astype(F32), np) for x in grads)
-    got = adam(Spec("step", groups, contributions=contributions), scalars(random_rows()), operands)
-    want = adam(Spec("step", groups), scalars(random_rows()), operands._replace(grads=summed))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_same_bits(a, b)
-
-
-def test_contributions_may_be_flat(platform):
-    """Each a whole flat array behind the other, in a bfloat16 step on split parameters.
-
-    The moments have offsets of their own.
-    """
+def test_flat_moments_may_have_offsets_of_their_own(platform):
+    """In a bfloat16 step on split parameters, where everything is flat."""
     rng = np.random.default_rng(9)
-    sizes, offsets, total, n = (100, 3, 64), (4, 107, 128), 200, 3
+    sizes, offsets, total = (100, 3, 64), (4, 107, 128), 200
     flats = split_operands(rng, (total,), (BF16, F32, F32))
-    flats = flats._replace(grads=(random_array(rng, n * total, BF16),))
     kinds = frozenset(Operands._fields)
     own = dict(mu_offsets=(0, 101, 136), nu_offsets=(33, 133, 136))
-    spec = Spec(
-        "step_split", (0, 1, 0), frozenset(), None, kinds, sizes, offsets, **own, contributions=n
-    )
+    spec = Spec("step_split", (0, 1, 0), frozenset(), None, kinds, sizes, offsets, **own)
     starts = {"mu": own["mu_offsets"], "nu": own["nu_offsets"]}
     got = adam(spec, scalars(random_rows()), flats)
-    leaves = [
-        tuple(
-            x[0].reshape(-1, total)[:, o : o + s]
-            for o, s in zip(starts.get(name, offsets), sizes, strict=True)
-        )
+    leaves = (
+        tuple(x[0][o : o + s] for o, s in zip(starts.get(name, offsets), sizes, strict=True))
         for name, x in flats._asdict().items()
-    ]
-    leaves = Operands(leaves[0], *(tuple(x[0] for x in column) for column in leaves[1:]))
-    want = by_reference(spec, scalars(random_rows()), leaves)
+    )
+    want = by_reference(spec, scalars(random_rows()), Operands(*leaves))
     for i, size in enumerate(sizes):
         for name in ("params", "mu", "nu", "out"):
             offset = starts.get(name, offsets)[i]
@@ -448,7 +415,7 @@ def raw_call(results, *operands, **attributes):
 
 
 GOOD_ATTRIBUTES = dict(
-    mode=np.int32(0), flags=np.int32(0), contributions=np.int32(1), groups=np.zeros(1, np.int32), flat=np.int32(0),
+    mode=np.int32(0), flags=np.int32(0), groups=np.zeros(1, np.int32), flat=np.int32(0),
     **dict.fromkeys(("sizes", "offsets", "mu_offsets", "nu_offsets"), np.zeros(0, np.int64)),
 )  # fmt: skip
 
@@ -460,9 +427,6 @@ GOOD_ATTRIBUTES = dict(
         (dict(flags=np.int32(4)), "flags has unknown bits"),
         (dict(flags=np.int32(-1)), "flags has unknown bits"),
         (dict(mode=np.int32(3)), "too few arrays"),
-        (dict(contributions=np.int32(0)), "contributions must be"),
-        (dict(contributions=np.int32(2)), "has 8 elements, expected"),
-        (dict(contributions=np.int32(2**20)), "contributions must be"),
         (dict(mode=np.int32(1)), "too few arrays"),
         (dict(groups=np.asarray([5], np.int32)), "no row of coefficients"),
         (dict(groups=np.asarray([-1], np.int32)), "no row of coefficients"),

@@ -18,7 +18,7 @@ KERNELS = {
     "copies.cc": (),
     "processes.cc": (),
 }
-FEW = ("--one-in", "31")  # of the many cases of Adam and of sums, which take most of the time
+FEW = ("--one-in", "13")  # of the many cases of Adam and of sums, which take most of the time
 """A prime, so that those chosen have every value of every loop."""
 
 

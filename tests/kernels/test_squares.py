@@ -1,6 +1,5 @@
 """Sums of squares that the kernels take equal the reference to the last bit."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -86,7 +85,7 @@ def test_sums_equal_the_reference_bitwise(platform, case, values, found_inf):
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
 @pytest.mark.parametrize("gap", [0, 1])
 def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, gap, found_inf):
-    """Leaves begin anywhere; gradients are sums of three contributions."""
+    """Leaves begin anywhere."""
     rng = np.random.default_rng(4)
     offsets = tuple(np.cumsum([0, *SIZES])[:-1].tolist())
     offsets = tuple(x + gap * (i + 1) for i, x in enumerate(offsets))
@@ -94,18 +93,14 @@ def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, ga
     flat = lambda dtype, n=total, **kw: [plain_array(rng, n, dtype, **kw)]  # noqa: E731
     groups = (0, 1) * (len(SIZES) // 2)
     spec = Spec(
-        "step_and_cast", groups, FLAGS, BF16, sizes=SIZES, offsets=offsets, contributions=3,
+        "step_and_cast", groups, FLAGS, BF16, sizes=SIZES, offsets=offsets,
         flat=frozenset({"grads", "params", "mu", "nu", "out"}),
     )  # fmt: skip
-    grads = flat(BF16, 3 * total)
-    others = flat(F32), flat(F32), flat(F32, nonnegative=True)
+    operands = Operands(flat(BF16), flat(F32), flat(F32), flat(F32, nonnegative=True))
     given = scalars(random_rows(count=3), found_inf=found_inf)
     request = squares_request(SIZES, tuple(i % 2 == 1 for i in range(len(SIZES))))
-    sums = with_squares(spec, *request, given, Operands(grads, *others)).squares
-    summed = reference.pairwise_sum(grads[0].astype(F32).reshape(3, total), np)
-    one = dataclasses.replace(spec, contributions=1)
-    want = squares_reference(one, given, Operands([summed], *others), request, xp=np)
-    assert_same_bits(sums, want)
+    sums = with_squares(spec, *request, given, operands).squares
+    assert_same_bits(sums, squares_reference(spec, given, operands, request, xp=np))
 
 
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])

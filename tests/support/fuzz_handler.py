@@ -163,22 +163,19 @@ def adam_calls(draw, with_members):
     sizes = draw(st.lists(st.sampled_from([33, 1, 0, 70]), min_size=count, max_size=count))
     offsets = np.cumsum([0, *sizes])[:-1].tolist() if count else []
     mode = draw(st.integers(0, 3))
-    contributions = draw(st.sampled_from([1, 1, 2, 3]))
     flat = draw(st.sampled_from([0b01110, 0, 0b01100, 0b11111]))
     members = ()
     if with_members:
         members = draw(st.sampled_from([(3,), (1,), (2, 2), (0,)]))
-        contributions, flat = 1, 0
+        flat = 0
         sizes = [n * math.prod(members) for n in sizes]
     kinds = {name: draw(storage) for name in ("grads", "params", "mu", "nu", "out")}
     if mode == 3:
         kinds |= {"params": jnp.bfloat16, "out": jnp.uint16}
 
     def arrays(name, bit):
-        dtype, copies = kinds[name], contributions if name == "grads" else 1
-        if flat >> bit & 1:
-            return [((copies * sum(sizes),), dtype)]
-        return [((copies * n,), dtype) for n in sizes]
+        dtype = kinds[name]
+        return [((n,), dtype) for n in ([sum(sizes)] if flat >> bit & 1 else sizes)]
 
     operands = [((*members, 2, NUMBERS), jnp.float32), ((), jnp.float32), ((), jnp.bool_)]
     starts = {}
@@ -194,7 +191,7 @@ def adam_calls(draw, with_members):
             results.append(array)
     results += arrays("out", 4) if mode in (1, 2) else []
     attributes = dict(
-        mode=np.int32(mode), flags=np.int32(draw(st.integers(0, 3))), contributions=np.int32(contributions), groups=np.asarray([i % 2 for i in range(count)], np.int32),
+        mode=np.int32(mode), flags=np.int32(draw(st.integers(0, 3))), groups=np.asarray([i % 2 for i in range(count)], np.int32),
         flat=np.int32(flat), sizes=np.asarray(sizes if flat else [], np.int64), offsets=np.asarray(offsets if flat else [], np.int64),
         **own_offsets(draw, offsets if flat else []),
     )  # fmt: skip
@@ -256,7 +253,7 @@ def quantized_calls(draw):
                 aliases[starts[name] + i] = len(results)
             results.append(array)
     attributes = dict(
-        mode=np.int32(mode), flags=np.int32(0), contributions=np.int32(1),
+        mode=np.int32(mode), flags=np.int32(0),
         groups=np.asarray([i % 2 for i in range(count)], np.int32), flat=np.int32(0b01100 * is_flat),
         sizes=np.asarray(sizes if is_flat else [], np.int64),
         offsets=np.asarray(offsets if is_flat else [], np.int64), random=np.bool_(draw(st.booleans())),
@@ -278,10 +275,8 @@ def squares_calls(draw):
     first = 3 if step["name"] == "adam" else 7
     groups = attributes.get("groups")
     count = np.size(groups) if groups is not None else 1
-    copies = attributes.get("contributions", 1)
     sizes = np.ravel(attributes.get("sizes", none)).tolist()
-    if not sizes and isinstance(copies, np.int32) and copies > 0:
-        sizes = [math.prod(x[0]) // int(copies) for x in step["operands"][first : first + count]]
+    sizes = sizes or [math.prod(x[0]) for x in step["operands"][first : first + count]]
     by_element = [draw(st.integers(0, 1)) for _ in sizes]
     is_sane = all(isinstance(n, int) and 0 <= n < 1000 for n in sizes)
     runs = sum(map(reference.num_runs, sizes, by_element)) if is_sane else 1
@@ -348,7 +343,8 @@ def break_alias(draw, call):
 
 
 FIELDS = collections.defaultdict(
-    lambda: ["flat", "contributions", "mode"],
+    lambda: ["flat", "mode"],
+    sum=["flat", "contributions", "mode"],
     sum_parts=["per_group"],
     step_parts=["flags", "summed", "whole", "per_group"],
     copy_start=["site", "gathers", "in_place", "per_group"],
@@ -527,22 +523,21 @@ def check_adam(call):
     *members, rows, _ = operands[0][0]
     assert all(0 <= group < rows for group in groups), call
     if members:
-        assert attributes["flat"] == 0 and attributes["contributions"] == 1, call
+        assert attributes["flat"] == 0, call
         leaves = [math.prod(shape) for shape, _ in operands[3:]]
         assert all(n % max(math.prod(members), 1) == 0 for n in leaves), call
         assert math.prod(members) or not any(leaves), call
     arrays = iter(operands[3:])  # after the scalars
     expected = list(sizes) or None
     for kind in range(5 if attributes["mode"] == 3 else 4):
-        copies = int(attributes["contributions"]) if kind == 0 else 1
         if attributes["flat"] >> kind & 1:
-            total = int(np.prod(next(arrays)[0])) // copies
+            total = int(np.prod(next(arrays)[0]))
             given = attributes.get({2: "mu_offsets", 3: "nu_offsets"}.get(kind), ())
             mine = given if len(given) else starts
             ends = mine.astype(object) + sizes
             assert all(0 <= a <= b <= total for a, b in zip(mine, ends, strict=True)), call
         else:
-            found = [int(np.prod(next(arrays)[0])) / copies for _ in groups]
+            found = [int(np.prod(next(arrays)[0])) for _ in groups]
             expected = expected or found
             assert found == expected, call
 
@@ -552,9 +547,9 @@ def check_squares(call):
     assert_in_bounds(call["step"])
     attributes, operands = call["attributes"], call["operands"]
     first = 4 if call["name"] == "adam_squares" else 8
-    count, copies = len(attributes["groups"]), int(attributes["contributions"])
+    count = len(attributes["groups"])
     sizes = attributes["sizes"].tolist()
-    sizes = sizes or [math.prod(x[0]) // copies for x in operands[first : first + count]]
+    sizes = sizes or [math.prod(x[0]) for x in operands[first : first + count]]
     runs = sum(map(reference.num_runs, sizes, attributes["fine"].tolist()))
     segments = operands[0][0][0]
     assert operands[0] == ((segments, 2), jnp.int32), call

@@ -56,10 +56,8 @@ def by_reference(spec, scalars, operands):
     """kernels.adam.adam by the reference implementation: a list of AdamResult, one per leaf."""
     rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
     named = [dict(zip(hyperparameters.NAMES, row, strict=True)) for row in rows]
-    grads, *others, out = operands
-    if spec.contributions > 1:
-        grads = [reference.pairwise_sum(x.astype(np.float32), np) for x in grads]
-    leaves = zip(grads, *others, out or (None,) * len(grads), strict=True)
+    *others, out = operands
+    leaves = zip(*others, out or (None,) * len(operands.grads), strict=True)
     return [
         reference.adam_leaf(
             spec.mode,

@@ -110,7 +110,6 @@ struct AdamCase {
   int32_t flags;
   bool found_inf;
   Dtypes dtypes;
-  int contributions;
   size_t shift;  // elements that every leaf is off alignment
   std::vector<size_t> sizes;
 };
@@ -122,7 +121,7 @@ Contents RandomContents(const AdamCase& c) {
   Contents contents;
   const Dtypes& t = c.dtypes;
   for (const size_t n : c.sizes) {
-    contents.push_back(RandomContent(n * size_t(c.contributions), t.grad));
+    contents.push_back(RandomContent(n, t.grad));
     contents.push_back(RandomContent(n, t.param));
     contents.push_back(RandomContent(n, t.mu));
     contents.push_back(RandomContent(n, t.nu, true));
@@ -190,8 +189,6 @@ Contents RunAdam(const AdamCase& c, const Contents& before, bool on_device, bool
   AdamCall call{c.mode,
                 c.flags,
                 t,
-                c.contributions,
-                0,
                 reinterpret_cast<const float*>(rows.data()),
                 reinterpret_cast<const float*>(inv_scale.data()),
                 reinterpret_cast<const bool*>(found_inf.data()),
@@ -264,8 +261,6 @@ Contents RunQuantized(const QuantizedCase& c, const Contents& before, bool on_de
   QuantizedCall call{{c.adam.mode,
                       c.adam.flags,
                       t,
-                      c.adam.contributions,
-                      0,
                       reinterpret_cast<const float*>(rows.data()),
                       reinterpret_cast<const float*>(inv_scale.data()),
                       reinterpret_cast<const bool*>(found_inf.data()),
@@ -520,8 +515,6 @@ Contents ExpectedParts(const PartsCase& c, Contents arrays) {
   AdamCall adam{Mode::kStepAndCast,
                 c.flags,
                 {f, f, t.mu, t.nu, t.out},
-                1,
-                0,
                 reinterpret_cast<const float*>(scalars.rows),
                 &scalars.inv_scale,
                 &c.found_inf,
@@ -588,22 +581,19 @@ void RunAllAdam() {
   };
   for (const size_t shift : {0, 1, 3}) {
     for (const bool found_inf : {false, true}) {
-      for (const int contributions : {1, 2, 3, 4, 8}) {
+      for (const int32_t flags : {0, kNesterov}) {
         for (const Mode mode : {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate}) {
-          for (const Dtypes& t : combinations)
-            run({mode, contributions == 2 ? kNesterov : 0, found_inf, t, contributions, shift,
-                 kSizes});
+          for (const Dtypes& t : combinations) run({mode, flags, found_inf, t, shift, kSizes});
         }
-        for (const Dtypes& t : split)
-          run({Mode::kStepSplit, shift == 1 ? kAllFlags : kCautious, found_inf, t, contributions,
-               shift, kSizes});
       }
+      for (const Dtypes& t : split)
+        run({Mode::kStepSplit, shift == 1 ? kAllFlags : kCautious, found_inf, t, shift, kSizes});
     }
   }
   for (const size_t leaves : {59, 60, 61, 500, 501, 1100}) {  // around the tables' capacities
     std::vector<size_t> sizes;
     for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 70);
-    run({Mode::kStep, false, false, {F, F, F, F, F}, 1, 0, sizes});
+    run({Mode::kStep, false, false, {F, F, F, F, F}, 0, sizes});
   }
 }
 
@@ -631,18 +621,15 @@ void RunAllQuantized() {
   for (const size_t shift : {0, 1, 3}) {
     for (const bool is_random : {false, true}) {
       for (const bool found_inf : {false, true}) {
-        for (const int contributions : {1, 3}) {
-          for (Dtypes t : moments) {
-            // Part 2^30 begins at a multiple of 2^30 elements: beyond 32 bits in most leaves.
-            const int32_t part = shift == 0 ? 0 : 1 << 30;
-            for (const Mode mode :
-                 {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate, Mode::kStepSplit}) {
-              if (mode == Mode::kStepSplit) t.param = B, t.out = U;
-              run({{mode, shift == 1 ? kAllFlags : kCautious, found_inf, t, contributions, shift,
-                    kSizes},
-                   is_random,
-                   part});
-            }
+        for (Dtypes t : moments) {
+          // Part 2^30 begins at a multiple of 2^30 elements: beyond 32 bits in most leaves.
+          const int32_t part = shift == 0 ? 0 : 1 << 30;
+          for (const Mode mode :
+               {Mode::kStep, Mode::kStepAndCast, Mode::kUpdate, Mode::kStepSplit}) {
+            if (mode == Mode::kStepSplit) t.param = B, t.out = U;
+            run({{mode, shift == 1 ? kAllFlags : kCautious, found_inf, t, shift, kSizes},
+                 is_random,
+                 part});
           }
         }
       }
@@ -651,7 +638,7 @@ void RunAllQuantized() {
   for (const size_t leaves : {29, 30, 31, 250, 251, 600}) {  // around the tables' capacities
     std::vector<size_t> sizes;
     for (size_t i = 0; i < leaves; ++i) sizes.push_back(Random() % 300);
-    run({{Mode::kStep, false, false, {B, B, E, E, B}, 1, 0, sizes}, true, 0});
+    run({{Mode::kStep, false, false, {B, B, E, E, B}, 0, sizes}, true, 0});
   }
 }
 
