@@ -20,9 +20,7 @@ struct Sum {
   size_t stride;
 };
 
-struct Vector {
-  float x[kVector];
-};
+using Vector = VectorSum<kVector>;
 
 // kContributions = 0: an argument of the launch.
 template <int kContributions>
@@ -35,11 +33,7 @@ __device__ __forceinline__ Vector SumVector(const Sum& sum, const SumLeaf& leaf,
       [&](int k, Vector* term) {
         Widen(LoadVector<kVector>(leaf.in, sum.in, k * stride + i), sum.in, term->x);
       },
-      [](const Vector& a, Vector* b) {
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
-      },
-      &total);
+      Vector::Add{}, &total);
   return total;
 }
 
