@@ -21,6 +21,7 @@
 // both kinds with the reference.
 
 #include "adam_math.h"
+#include "coefficients.cuh"
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
 #include "squares.cuh"
@@ -92,13 +93,6 @@ __device__ __forceinline__ void MeasureEach(const Step& step, const Leaf& leaf, 
     squares->Set(k, one);
   }
 }
-
-// Coefficients as three loads of 16 bytes.
-struct alignas(16) Row {
-  Coefficients coefficients;
-};
-static_assert(sizeof(Row) == sizeof(Coefficients),
-              "pad Coefficients, and NAMES of hyperparameters.py");
 
 // A whole vector. A NaN in mu or nu is also in the result, so only the result is tested.
 template <typename Types, typename... Sums>

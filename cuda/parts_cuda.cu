@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "adam_math.h"
+#include "coefficients.cuh"
 #include "kernels_cuda.h"
 #include "leaf_table.cuh"
 #include "norm.cuh"
@@ -97,12 +98,6 @@ __device__ __noinline__ void StepOne(const Types& t, const Step& step, const Par
   }
   StoreOne(leaf.out, t.out, step.is_out_whole ? at.whole : at.i, p);
 }
-
-struct alignas(16) Row {
-  Coefficients coefficients;
-};
-static_assert(sizeof(Row) == sizeof(Coefficients),
-              "pad Coefficients, and NAMES of hyperparameters.py");
 
 // The sum of one vector over all devices, or the earlier sum. All loads of a fixed number are in
 // flight together.

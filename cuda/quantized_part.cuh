@@ -3,6 +3,7 @@
 #pragma once
 
 #include "adam_math.h"
+#include "coefficients.cuh"
 #include "leaf_table.cuh"
 #include "quantized.h"
 #include "squares.cuh"
@@ -263,13 +264,6 @@ __device__ __noinline__ void MeasureSkipped(const Types& t, const Step& step,
   }
   StoreRuns(runs, part.i, part.n, squares);
 }
-
-// Coefficients as three loads of 16 bytes.
-struct alignas(16) Row {
-  Coefficients coefficients;
-};
-static_assert(sizeof(Row) == sizeof(Coefficients),
-              "pad Coefficients, and NAMES of hyperparameters.py");
 
 __device__ __forceinline__ Coefficients LoadCoefficients(const Step& step,
                                                          const QuantizedLeaf& leaf) {
