@@ -620,8 +620,8 @@ def program_of(call):
     """The call alone; a wait after its start; a start before a wait."""
     if call["name"] == "copy_start":
         aliases = {i: i for i in range(len(call["results"]))}
-        names = ("devices", "per_group")
-        attributes = {name: call["attributes"][name] for name in names}
+        attributes = dict(devices=np.asarray([0]), per_group=np.int64(1))  # if the start has none
+        attributes |= {name: x for name, x in call["attributes"].items() if name in attributes}
         attributes["limit_seconds"] = np.int64(1)
         wait = dict(
             name="copy_wait", results=call["results"], aliases=aliases, attributes=attributes
