@@ -101,7 +101,7 @@ class Checkpointer:
             with storage.quiet():
                 self._manager = storage.manager(self.folder, self._handler, keep, in_background)
             opened.callback(self._manager.close)
-            self._close = opened.pop_all().close
+            self._close, self._is_closed = opened.pop_all().close, False
 
     @storage.compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
@@ -177,7 +177,15 @@ class Checkpointer:
         return True
 
     def check(self) -> None:
-        """Raises CheckpointError if a background save has failed; does not wait for it."""
+        """Raises CheckpointError if a background save has failed; does not wait for it.
+
+        Also after ``close``.
+        """
+        if self._is_closed:
+            raise CheckpointError(
+                f"{self.folder!s}: this Checkpointer is closed: got a save after close(), expected "
+                "none. Make another Checkpointer, or close it after the last save."
+            )
         if not self._manager.is_saving_in_progress():
             self.wait()
 
@@ -192,6 +200,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._is_closed = True
             self._close()
 
     def __enter__(self) -> Checkpointer:

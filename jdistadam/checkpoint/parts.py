@@ -141,7 +141,7 @@ def nested(keys: dict[str, Any], where: Any, what: str) -> Any:
         if path is None:
             raise TreeError(
                 f"{where}: {name}: not in dictionaries alone: its tree cannot be told from "
-                "its path: got a list or a class, expected like=. "
+                "its path: got a list, a class or a key that is no string, expected like=. "
                 f"Pass restore_{what}(folder, like=tree)."
             )
         if not path:

@@ -26,7 +26,8 @@ def state_shardings(
 
     Each array of the state that belongs to a parameter is sharded like the parameter and also over
     ``axis``, along the first dimension that the size of the axis divides. Each of :math:`N` devices
-    then keeps :math:`1/N` of the array. All other arrays, such as counts, are replicated.
+    then keeps :math:`1/N` of the array. All other arrays, such as counts, are replicated, as are
+    moments in "block8" and "block16", which ``distributed`` shards.
     ``fused_adamw`` updates each shard on its device and gathers the new parameters. Results keep
     their shardings, without ``out_shardings``.
 

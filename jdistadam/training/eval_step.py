@@ -67,7 +67,8 @@ class EvalProgram:
 
     def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Returns the state as well; the program does not: XLA would drop it."""
-        forward = Forward.at(state, self.loss_function, self.tx)
+        key = None if state.rng is None else jax.random.clone(state.rng)  # it is used again
+        forward = Forward.at(dataclasses.replace(state, rng=key), self.loss_function, self.tx)
         out = forward.output(0, batch, state.model_state)(forward.params)
         weight = None if out.weight is None else valid_weight(out.weight)
         loss = mean_loss(self.tx.config, out.weighted_loss, weight)

@@ -89,6 +89,18 @@ def test_close_raises_what_failed_last(tmp_path, monkeypatch):
     jda.save(tmp_path, state_of(1.0))  # the folder is free
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_closed_checkpointer_raises(tmp_path, saves):
+    checkpointer = jda.Checkpointer(tmp_path, every=1)
+    if saves:
+        checkpointer.after_step(1, state_of(1.0))
+    checkpointer.close()
+    with pytest.raises(jda.CheckpointError, match="this Checkpointer is closed"):
+        checkpointer.after_step(2, state_of(2.0))
+    checkpointer.close()
+    assert jda.checkpoint_steps(tmp_path) == [1] * saves
+
+
 def test_a_step_that_is_still_written_is_saved_once(tmp_path, monkeypatch):
     with jda.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state_of(1.0), step=4)

@@ -350,3 +350,17 @@ def test_wrong_arguments_raise():
     jda.train_step(mean_loss, tx)(state, np.ones(8))
     with pytest.raises(jda.MeshError, match=r"^state: its arrays were donated"):
         evaluate(state, np.ones(8))
+
+
+def test_an_evaluation_does_not_use_up_the_key(cpu_mesh):
+    """Two evaluations of a state return the same; JAX would raise at a step after them."""
+    tx = distributed_adamw(1e-2, mesh=cpu_mesh(2))
+
+    def loss(params, batch, rng):
+        return jnp.mean((batch @ params["w"] + jax.random.normal(rng, batch.shape[:1])) ** 2)
+
+    with jax.debug_key_reuse(True):
+        state = jda.TrainState.create({"w": jnp.ones(3)}, tx, rng=jax.random.key(0))
+        evaluate, batch = jda.eval_step(loss, tx), np.ones((4, 3), np.float32)
+        assert evaluate(state, batch) == evaluate(state, batch)
+        jda.train_step(loss, tx)(state, batch)
