@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -63,21 +62,7 @@ class FullStep(Protocol):
         """
 
 
-class _MadeOnce(type):
-    """Makes a transformation anew from ``init`` and ``update`` alone by returning it.
-
-    Modules of ``flax.linen`` rebuild named tuples among their attributes from the fields, which are
-    not all of a transformation.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Returns the transformation of these fields, or makes one."""
-        fields = args or tuple(kwargs.values())
-        known = getattr(fields[0], "_init_of", None) if len(fields) == 2 else None
-        return known if known is not None and known == fields else super().__call__(*args, **kwargs)
-
-
-class FusedTransformation(optax.GradientTransformationExtraArgs, metaclass=_MadeOnce):
+class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An ``optax.GradientTransformationExtraArgs`` (init, update) that also has ``step``.
 
     ``step(grads, opt_state, params)`` returns new parameters directly from the kernel. It reads and
@@ -108,14 +93,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, metaclass=_Made
 
     def __new__(cls, init: Any, update: Any, step: StepFn) -> FusedTransformation:
         """Makes the pair that optax unpacks, with ``step`` as an attribute."""
-
-        @functools.wraps(init)
-        def own_init(*args: Any, **kwargs: Any) -> Any:
-            return init(*args, **kwargs)
-
-        self = super().__new__(cls, own_init, update)
-        vars(own_init)["_init_of"] = self
-        self.step, self._made_of = step, (*self, step)
+        self = super().__new__(cls, init, update)
+        self.step, self._made_of = step, (init, update, step)
         return self
 
     def step_with_updates(
@@ -206,9 +185,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, metaclass=_Made
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         """Returns the arguments for pickle; the functions must be picklable."""
-        init: Any = self.init
-        given = init.__wrapped__ if hasattr(init, "_init_of") else init
-        return given, self.update, self.step
+        return (*self, self.step)
 
     def __copy__(self) -> FusedTransformation:
         """Returns itself: it is immutable."""

@@ -1,7 +1,5 @@
 """The drop-in as Flax calls it: ``nnx.Optimizer``, and parameters in boxes."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -237,33 +235,3 @@ def test_trees_of_nnx_in_a_step_say_which_variable_differs():
     ) as caught:
         jda.fused_adamw(1e-2, mask=[True] * 39).init(params)
     assert len(str(caught.value)) < 500
-
-
-class Holder(nn.Module):
-    """A module with an optimizer, as one has that gathers its layers."""
-
-    tx: object
-
-    @nn.compact
-    def __call__(self, x):
-        seen.append(self.tx["tx"] if isinstance(self.tx, Mapping) else self.tx)
-        return nn.Dense(3)(x)
-
-
-seen = []
-OF_MODULES = {
-    "plain": lambda tx: tx,
-    "chain": lambda tx: jda.chain(optax.clip(1.0), tx),
-    "MultiSteps": lambda tx: jda.MultiSteps(tx, 2),
-    "distributed": lambda tx: jda.distributed(tx, mesh=jax.make_mesh((1,), ("data",))),
-    "in a dictionary": lambda tx: {"tx": tx},
-}
-
-
-@pytest.mark.parametrize("wrap", OF_MODULES.values(), ids=OF_MODULES)
-def test_a_linen_module_keeps_the_optimizer(wrap):
-    """Flax rebuilds named tuples from their fields, of which ``step`` is none."""
-    given = wrap(jda.fused_adamw(1e-2))
-    seen.clear()
-    Holder(given).init(jax.random.key(0), jnp.ones((2, 3)))
-    assert seen and all(x is (given["tx"] if isinstance(given, dict) else given) for x in seen)
