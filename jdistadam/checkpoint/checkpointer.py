@@ -121,7 +121,7 @@ class Checkpointer:
 
         Raises:
           CheckpointError: A checkpoint of this number, or a newer one, exists; this save failed,
-            or the previous one in the background.
+            or the previous one in the background; it is closed.
           LayoutError, TreeError, DtypeError: The state is traced, or cannot be saved with this
             ``tx``. ``extra`` has a leaf that cannot be saved.
           AgreementError: ``step`` or ``extra`` differs between processes, or one does not save.
@@ -183,7 +183,7 @@ class Checkpointer:
         """
         if self._is_closed:
             raise CheckpointError(
-                f"{self.folder!s}: this Checkpointer is closed: got a save after close(), expected "
+                f"{self.folder!s}: this Checkpointer is closed: got a call after close(), expected "
                 "none. Make another Checkpointer, or close it after the last save."
             )
         if not self._manager.is_saving_in_progress():
