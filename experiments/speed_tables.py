@@ -158,13 +158,17 @@ SCANNED_CODED = f"{SCANNED_FLOAT32}+remainder16+block8"
 OF_SCANNED = {  # variants without "+clip", and their names
     "floor": "no optimizer",
     "annotated_fsdp+first_dim": "optax, FSDP by annotations",
+    "torch_fsdp2+reshard": "torch: FSDP2, fused AdamW",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3",
     SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
+    f"{ZERO3}+block_by_block+float32sum": "jdistadam, ZeRO-3, blocks gathered one by one",
+    f"{ZERO3}+gathered_once+float32sum": "jdistadam, ZeRO-3, gathered once",
 }
 SCANNED = (  # record, workload, its name
     ("scanned", "scanned-8", "1.31e9, 8"),
     ("scanned", "scanned-1", "1.31e9, 1"),
     ("large_model", "scanned-8", "6.7e9, 8"),
+    ("large_model_unrolled", "unrolled-8", "6.7e9, 8, unrolled"),
 )
 
 
@@ -181,11 +185,13 @@ def scanned() -> str:
         rows = scanned_rows(record, workload)
         for variant, name in OF_SCANNED.items():
             if row := rows.get(variant):
-                held = f"{row['argument_bytes'] / 1e9:.1f} + {row['temporary_bytes'] / 1e9:.1f}"
-                ratio, tokens = row["ratio_to_floor"], row["tokens_per_second"]
-                table.append((size, name, f"{row['ms']:.1f} ({ratio:.3f})", f"{tokens:,.0f}", held))
+                held, needed = (f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(row))
+                ratio = f" ({row['ratio_to_floor']:.3f})" if "ratio_to_floor" in row else ""
+                tokens = f"{row['tokens_per_second']:,.0f}"
+                held = held if "argument_bytes" in row else "-"
+                table.append((size, name, f"{row['ms']:.1f}{ratio}", tokens, held, needed))
     columns = ("parameters, sequences", "step", "ms (ratio)", "tokens/s")
-    return markdown.table((*columns, "GB between steps + temporary"), table)
+    return markdown.table((*columns, "GB between steps", "GB during a step"), table)
 
 
 EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
