@@ -39,7 +39,7 @@ def train(mesh, batches, dtype, comm, accumulate_steps=1, **kwargs):
 
 @pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_gpus_give_the_bits_of_cpus(n, dtype, comm):
     """Sums of signs / 64 are exact in every order and dtype; b1 and b2 have exact powers.
 
@@ -61,7 +61,7 @@ def test_gpus_give_the_bits_of_cpus(n, dtype, comm):
             assert_same_bits(b, a)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_replicas_agree_and_runs_repeat(n):
     """Sums that are not exact, communicated in 16 bits, with clipping."""
     rng = np.random.default_rng(1)
@@ -83,7 +83,7 @@ def test_replicas_agree_and_runs_repeat(n):
 
 
 @pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize(("n", "steps"), [(2, 4), (4, 3)])
+@pytest.mark.parametrize(("n", "steps"), [(2, 4), (4, 3), (8, 3)])
 def test_micro_batches_give_the_bits_of_one_batch(n, steps, comm):
     """Sums are exact, also communicated in 16 bits: cutting the batch must change nothing."""
     rng = np.random.default_rng(2)

@@ -27,7 +27,7 @@ def skip_if_forbidden(said):
         pytest.skip("the system forbids it: needs kernel.yama.ptrace_scope=0, or root")
 
 
-def start(count, folder, steps, communication="peer", strategy="optim", platform="cpu"):
+def start(count, folder, steps, communication="peer", strategy="optim", platform="cpu", devices=4):
     """Starts processes; returns them and the files with what they print."""
     port = free_port()
     running, outputs = [], [pathlib.Path(f"{folder}.{i}.txt") for i in range(count)]
@@ -36,7 +36,7 @@ def start(count, folder, steps, communication="peer", strategy="optim", platform
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )
     for i, output in enumerate(outputs):
-        arguments = (platform, i, count, port, folder, steps, communication, strategy)
+        arguments = (platform, i, count, devices, port, folder, steps, communication, strategy)
         with output.open("w") as file:
             running.append(
                 subprocess.Popen(
@@ -68,10 +68,11 @@ def assert_same(one, other):
         np.testing.assert_array_equal(one[name], other[name])
 
 
-def check_processes(tmp_path, platform, strategy):
-    options = dict(platform=platform, strategy=strategy)
+def check_processes(tmp_path, platform, strategy, devices=4):
+    """Two processes, and one for each device."""
+    options = dict(platform=platform, strategy=strategy, devices=devices)
     one = trained(1, tmp_path / "one", **options)
-    for count in (2, 4):
+    for count in {2, devices}:
         assert_same(trained(count, tmp_path / f"{count}", **options), one)
 
 
@@ -82,19 +83,33 @@ def test_processes_that_copy_give_the_bits_of_one(tmp_path, strategy):
     check_processes(tmp_path, "cpu", strategy)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_eight_processes_that_copy_give_the_bits_of_one(tmp_path, strategy):
+    check_processes(tmp_path, "cpu", strategy, devices=8)
+
+
+def even_number_of_gpus(least=2):
+    """All GPUs but one if their number is odd."""
+    devices = len(jax.devices("gpu")) // 2 * 2
+    if devices < least:
+        pytest.skip(f"needs {least} GPUs")
+    return devices
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_processes_that_copy_between_gpus_give_the_bits_of_one(tmp_path, strategy):
-    if len(jax.devices("gpu")) < 4:
-        pytest.skip("needs four GPUs")
-    check_processes(tmp_path, "gpu", strategy)
+    least = 4 if strategy == "replicas" else 2
+    check_processes(tmp_path, "gpu", strategy, even_number_of_gpus(least))
 
 
-def check_kill(tmp_path, seed, count=2, platform="cpu"):
+def check_kill(tmp_path, seed, count=2, platform="cpu", devices=4):
     """Kills one process at a random moment; the others end, and the next start resumes."""
+    options = dict(platform=platform, devices=devices)
     folders = set(pathlib.Path(tempfile.gettempdir()).glob("jdistadam-*"))
     rng, folder = random.Random(seed), tmp_path / "killed"
-    running, outputs = start(count, folder, 10**6, platform=platform)
+    running, outputs = start(count, folder, 10**6, **options)
     victim = rng.randrange(count)
     after = rng.randrange(3, 12)
     limit = time.monotonic() + 120
@@ -119,8 +134,8 @@ def check_kill(tmp_path, seed, count=2, platform="cpu"):
     assert set(pathlib.Path(tempfile.gettempdir()).glob("jdistadam-*")) <= folders
     saved = sorted(int(x.name) for x in folder.iterdir() if x.name.isdigit())
     steps = (saved[-1] if saved else 0) + 3
-    resumed = trained(count, folder, steps, platform=platform)
-    assert_same(resumed, trained(1, tmp_path / "whole", steps, platform=platform))
+    resumed = trained(count, folder, steps, **options)
+    assert_same(resumed, trained(1, tmp_path / "whole", steps, **options))
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):
@@ -136,9 +151,8 @@ def test_processes_end_wherever_one_dies(tmp_path, seed):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("seed", range(2))
 def test_processes_with_gpus_end_wherever_one_dies(tmp_path, seed):
-    if len(jax.devices("gpu")) < 4:
-        pytest.skip("needs four GPUs")
-    check_kill(tmp_path, seed, count=4 - 2 * seed, platform="gpu")
+    devices = even_number_of_gpus()
+    check_kill(tmp_path, seed, (devices, 2)[seed], platform="gpu", devices=devices)
 
 
 def test_a_failure_is_told_to_other_processes():

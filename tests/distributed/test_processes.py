@@ -34,7 +34,7 @@ def started(script, count, arguments, **env):
 def final_state(tmp_path, count, strategy, platform="cpu", total=4):
     """Runs so many processes on all devices together; the bits of every leaf at the end."""
     out = tmp_path / f"{count}.npz"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
     running = started(
         SCRIPT,
         count,
@@ -61,8 +61,8 @@ def test_two_processes_give_the_bits_of_one(tmp_path, strategy):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_one_process_for_each_gpu_gives_the_bits_of_one(tmp_path, strategy):
-    """Four steps on 2 x 2 GPUs, or on two, over NCCL."""
-    total = 4 if len(jax.devices("gpu")) >= 4 else 2
+    """Four steps on 2 x 4 GPUs, 2 x 2, or two, over NCCL."""
+    total = max(n for n in (2, 4, 8) if n <= len(jax.devices("gpu")))
     one, many = (final_state(tmp_path, n, strategy, "gpu", total) for n in (1, total))
     assert_same(one, many)
 

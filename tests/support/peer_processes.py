@@ -1,18 +1,19 @@
 """One of several processes that train together over copies, by test_peer_processes.py.
 
-On four CPU devices or GPUs, all processes together. It continues from the newest checkpoint, and
-the first process writes the final parameters. Usage:
+On DEVICES CPU devices or GPUs, all COUNT processes together. It continues from the newest
+checkpoint, and the first process writes the final parameters. Usage:
 
-    peer_processes.py cpu|gpu INDEX COUNT PORT FOLDER STEPS COMMUNICATION STRATEGY
+    peer_processes.py cpu|gpu INDEX COUNT DEVICES PORT FOLDER STEPS COMMUNICATION STRATEGY
 """
 
 import os
 import sys
 
-platform, index, count, port = sys.argv[1], *map(int, sys.argv[2:5])
-folder, steps, communication, strategy = sys.argv[5], int(sys.argv[6]), *sys.argv[7:]
+platform, index, count, devices, port = sys.argv[1], *map(int, sys.argv[2:6])
+folder, steps, communication, strategy = sys.argv[6], int(sys.argv[7]), *sys.argv[8:]
+of_each = devices // count
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={4 // count}"
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={of_each}"
 )
 
 import jax  # noqa: E402
@@ -20,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 if count > 1:
-    mine = list(range(index * 4 // count, (index + 1) * 4 // count)) if platform == "gpu" else None
+    mine = list(range(index * of_each, (index + 1) * of_each)) if platform == "gpu" else None
     jax.distributed.initialize(
         f"127.0.0.1:{port}", count, index, local_device_ids=mine, shutdown_timeout_seconds=60
     )
@@ -44,8 +45,10 @@ def batch_of(i):
     return jda.shard_batch(batch[rows * index : rows * (index + 1)], tx)
 
 
-axes = {"replica": 2, "data": 2} if strategy == "replicas" else {"data": 4}  # XLA sums replicas
-mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices(platform))
+axes = {"data": devices}
+if strategy == "replicas":  # over which XLA sums
+    axes = {"replica": 2, "data": devices // 2}
+mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices(platform)[:devices])
 tx = jda.distributed(
     jda.fused_adamw(1e-2, b1=0.8, b2=0.99, weight_decay=0.1),
     mesh=mesh,
