@@ -110,7 +110,8 @@ class Checkpointer:
         Args:
           state: A TrainState of this package or of Flax, or a dictionary with ``params`` and
             ``opt_state``.
-          step: The number of the checkpoint. None: the count of the optimizer.
+          step: The number of the checkpoint. None: ``state.step``, or the count of the optimizer if
+            the state has no step.
           extra: A tree of your own, for ``restore_extra``: jax arrays, numpy arrays of any dtype
             but object, and Python's bool, int, float, str, bytes and None. Python values are
             written into the header and should be small. Everything but global jax arrays must be
@@ -135,12 +136,12 @@ class Checkpointer:
                 "Save after the step, outside of the jitted function."
             )
         contents = contents_of(state, self._tx, agreed_extra(step, extra))
-        number = contents.about["count"] if step is None else int(step)
+        number = _number_of(state, contents.about["count"]) if step is None else int(step)
         if number == self._last or (self.folder / str(number)).exists():
             raise CheckpointError(
                 f"{self.folder / str(number)!s}: there is a checkpoint of this step already: "
                 f"got step {number}, expected another step. "
-                "Pass another step, or delete that checkpoint."
+                "Pass another step=, or delete that checkpoint."
             )
         self._check_is_newest(number)
         with self._writing():
@@ -271,7 +272,7 @@ def save(
       folder: The folder of all checkpoints of a training run.
       state: As in ``Checkpointer.save``.
       tx: The distributed optimizer; None for a state of ``fused_adamw`` or of optax.
-      step: The number of the checkpoint. None: the count of the optimizer.
+      step: The number of the checkpoint, as in ``Checkpointer.save``.
       extra: A tree of your own, for ``restore_extra``.
 
     Returns:
@@ -295,6 +296,12 @@ def save(
     """
     with Checkpointer(folder, tx, in_background=False) as checkpointer:
         return checkpointer.save(state, step=step, extra=extra)
+
+
+def _number_of(state: Any, count: int) -> int:
+    """``state.step``: wrappers such as MultiSteps update, and count, in some steps alone."""
+    step = getattr(state, "step", count)
+    return int(step) if np.ndim(step) == 0 else count
 
 
 # One process, or the first of several, saves at a time. The operating system's lock on the file

@@ -234,7 +234,7 @@ def agreed_extra(step: int | None, extra: Any) -> Extra | None:
 
 
 def _of_extra(extra: Any, *, is_local: bool) -> Extra:
-    leaves = list(parts.leaves(EXTRA, extra, lambda x: x is None))  # None is a value too
+    leaves = list(parts.leaves(EXTRA, extra, parts.is_value))
     about = {x.name: {"keys": x.keys} | described(x.name, x.value) for x in leaves}
     arrays, keys = dict[str, Any](), dict[str, str]()
     for name, x, *_ in leaves:
@@ -272,7 +272,7 @@ def described(name: str, x: Any) -> dict[str, Any]:
         return about | ({} if x.ndim else {"is_scalar": isinstance(x, np.generic)})
     if isinstance(x, jax.Array) and not trees.is_traced(x):
         return {"kind": "jax"}
-    if type(x) in (bool, int, float, str, bytes, type(None)):
+    if type(x) in (bool, int, float, str, bytes) or parts.is_value(x):
         value = base64.b64encode(x).decode() if isinstance(x, bytes) else x
         if not isinstance(x, int) or x.bit_length() <= _MAX_BITS:
             return {"kind": type(x).__name__, "value": value}

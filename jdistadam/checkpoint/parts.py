@@ -134,6 +134,16 @@ def leaves(name: str, tree: Any, is_leaf: Any = None) -> Iterator[Leaf]:
         yield Leaf(name + jax.tree_util.keystr(path), x, keys if len(keys) == len(path) else None)
 
 
+def is_empty(x: Any) -> bool:
+    """Whether this is a container without leaves."""
+    return type(x) in (dict, list, tuple) and not x
+
+
+def is_value(x: Any) -> bool:
+    """Whether an extra tree keeps this as a value: None, or an empty container."""
+    return x is None or is_empty(x)
+
+
 def nested(keys: dict[str, Any], where: Any, what: str) -> Any:
     """Returns names in nested dictionaries by their keys, or a single name without keys."""
     tree: dict[str, Any] = {}

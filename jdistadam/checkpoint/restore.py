@@ -108,7 +108,7 @@ def restore_params(
       like: Tree of arrays or of ``jax.ShapeDtypeStruct``, whose shardings place the parameters;
         without a sharding they are put on the first device. A float32 leaf gets the exact value,
         from the main parameters if the optimizer kept them. None: dictionaries of the params, in
-        their saved dtypes.
+        their saved dtypes, without those that are None.
       step: The number of the checkpoint. None: the newest.
       cast: Whether to cast to the dtypes of ``like`` even if that loses bits.
 
@@ -182,15 +182,17 @@ def restore_extra(
         raise _not_saved(reader, EXTRA, "any, as of save(..., extra=tree)")
     keys = {name: about["keys"] for name, about in saved.items()}
     tree = parts.nested(keys, reader.path, EXTRA) if like is None else like
-    leaves = {leaf.name: leaf.value for leaf in parts.leaves(EXTRA, tree, lambda x: x is None)}
+    leaves = {leaf.name: leaf.value for leaf in parts.leaves(EXTRA, tree, parts.is_value)}
     if like is not None:
         _check_like(reader, leaves)
     request = Request(reader)
-    for name in (name for name in leaves if "value" not in saved[name]):
+    known = [name for name in leaves if name in saved]  # all but empty containers
+    for name in (name for name in known if "value" not in saved[name]):
         request.take(name, leaves[name] if saved[name]["kind"] == "jax" else None)
     reader.read(request.reads)
-    values = [_value(saved[name], request.values.get(name)) for name in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=lambda x: x is None), values)
+    values = leaves | {name: _value(saved[name], request.values.get(name)) for name in known}
+    structure = jax.tree.structure(tree, is_leaf=parts.is_value)
+    return jax.tree.unflatten(structure, values.values())
 
 
 def _value(about: dict[str, Any], found: Any) -> Any:
@@ -202,6 +204,8 @@ def _value(about: dict[str, Any], found: Any) -> Any:
         return x[()] if about.get("is_scalar", True) else x
     if about["kind"] == "bytes":
         return base64.b64decode(about["value"])
+    if about["kind"] == "tuple":  # an empty one, which JSON does not know
+        return ()
     return about.get("value", found)
 
 
@@ -211,6 +215,8 @@ def _check_like(reader: Reader, leaves: dict[str, Any]) -> None:
         is_jax = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
         asked = _text({"kind": "jax"} if is_jax else described(name, like), like)
         if name not in reader.extra:
+            if parts.is_empty(like):  # nothing is missing
+                continue
             raise _not_saved(reader, name, asked)
         entry = reader.entries.get(name)
         saved = _text(reader.extra[name], entry and entry.like)

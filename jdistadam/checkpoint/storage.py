@@ -318,6 +318,7 @@ def _entry(name: str, leaf: dict[str, Any]) -> Entry:
 
 
 _KINDS = {"bool": bool, "int": int, "float": float, "str": str, "NoneType": type(None)}
+_KINDS |= {"dict": dict, "list": list, "tuple": list}  # if they are empty
 
 
 def _extra(name: str, about: dict[str, Any], entries: dict[str, Entry]) -> dict[str, Any]:

@@ -273,10 +273,10 @@ def train_step(
     ``weighted``; use it if parts of the batch hold different numbers of valid tokens. Weights are
     constants in the differentiation. A micro-batch of weight zero does not count, even if its loss
     or gradients are non-finite. If all weights are zero, the loss is 0 and the step changes only
-    ``rng``, like a skipped one. A weight that is NaN or negative makes the loss and the gradients
-    NaN. Gradients of scanned layers are weighted in the backward pass, before they are summed, so
-    the weight is computed beforehand. The operations of ``loss_fn`` on which it depends run twice,
-    which costs little if it depends only on the batch.
+    ``rng`` and ``grad_norm``, like a skipped one. A weight that is NaN or negative makes the loss
+    and the gradients NaN. Gradients of scanned layers are weighted in the backward pass, before
+    they are summed, so the weight is computed beforehand. The operations of ``loss_fn`` on which it
+    depends run twice, which costs little if it depends only on the batch.
 
     With a ``loss_scale``, a step is skipped if a gradient is non-finite; with a ``norm_guard``, if
     the norm exceeds its limits. A skipped step leaves params, main parameters, mu, nu, count,
@@ -312,13 +312,14 @@ def train_step(
 
     Returns:
       ``step(state, batch) -> (state, metrics)``. The state is donated. Metrics are the scalars
-      ``loss``, ``grad_norm`` (global norm of the mean gradient before clipping and without the
-      loss scale), ``learning_rate`` (of this step, without those of groups), ``skipped``
-      (steps skipped so far) and ``loss_scale`` (of this step); with a ``norm_guard``
-      ``skipped_spikes`` (skipped steps whose norm was finite and exceeded its limits); with
-      ``norms`` the requested ones (``grad_norm/<name>`` is defined like ``grad_norm``); with
-      report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux ``aux``, every leaf with
-      a leading dimension of devices x micro-batches, in the order of the rows of the batch.
+      ``loss``, ``grad_norm`` (global norm of the mean gradient, or of the sum if the optimizer has
+      ``average_grads=False``, before clipping and without the loss scale), ``learning_rate`` (of
+      this step, without those of groups), ``skipped`` (steps skipped so far) and ``loss_scale`` (of
+      this step); with a ``norm_guard`` ``skipped_spikes`` (skipped steps whose norm was finite and
+      exceeded its limits); with ``norms`` the requested ones (``grad_norm/<name>`` is defined like
+      ``grad_norm``); with report_nonfinite ``nonfinite``, for ``nonfinite_paths``; with has_aux
+      ``aux``, every leaf with a leading dimension of devices x micro-batches, in the order of the
+      rows of the batch.
 
     Raises:
       HyperparameterError: accumulate_steps is not a positive integer.

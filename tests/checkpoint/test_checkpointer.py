@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training import train_state as flax_state
 
 import jdistadam as jda
 from jdistadam.checkpoint import checkpointer as folder
@@ -237,3 +238,20 @@ def test_lock_that_is_no_file_raises_and_stays(tmp_path, kind):
     ):
         jda.save(folder, state)
     assert other.read_text() == "kept" and jda.checkpoint_steps(folder) == []
+
+
+@pytest.mark.parametrize("kind", ["optax", "jdistadam"])
+def test_checkpoints_are_numbered_by_the_step_of_the_state(tmp_path, kind):
+    """MultiSteps counts every second one alone."""
+    params = state_of(1.0)["params"]
+    inner, wrapper = {
+        "optax": (optax.adamw(0.1), optax.MultiSteps),
+        "jdistadam": (jda.fused_adamw(0.1), jda.MultiSteps),
+    }[kind]
+    state = flax_state.TrainState.create(apply_fn=None, params=params, tx=wrapper(inner, 2))
+    for step in (1, 2, 3):
+        state = state.apply_gradients(grads=params)
+        assert jda.save(tmp_path, state) == step
+    assert jda.restore(tmp_path, state, step=2).step == 2
+    without = {"params": state.params, "opt_state": state.opt_state}
+    assert jda.save(tmp_path / "without", without) == 1  # updates of the optimizer

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 HEADER = "0/state/header.json"
 VALUES = {
     "int": 3, "big": 2**128 - 7, "bool": True, "float": 0.1, "zero": -0.0, "inf": float("-inf"), "text": "ä\n\ud800'\"",
-    "bytes": bytes(range(256)), "no bytes": b"", "none": None,
+    "bytes": bytes(range(256)), "no bytes": b"", "none": None, "no keys": {}, "no items": [], "no values": (),
 }  # fmt: skip
 NUMPY = {
     "int64": np.array([2**60, -1]), "float64": np.array([[1 / 3, np.nan, -0.0]]), "scalar": np.uint64(2**63 + 1), "no dimensions": np.array(3),
@@ -101,7 +101,7 @@ def test_jax_arrays_come_back_on_another_mesh(tmp_path):
         jda.restore_extra(tmp_path)
 
 
-@pytest.mark.parametrize("extra", [7, np.arange(3), {"data": {"epoch": 2}}, "text"])
+@pytest.mark.parametrize("extra", [7, np.arange(3), {"data": {"epoch": 2}}, "text", {}, [], ()])
 def test_restore_extra_without_like_returns_the_same_tree(tmp_path, extra):
     jda.save(tmp_path, state_of(), extra=extra)
     assert_same(jda.restore_extra(tmp_path), extra)
@@ -152,7 +152,8 @@ def test_checkpoint_without_extra_raises(tmp_path):
     )
     with pytest.raises(jda.TreeError, match=message):
         jda.restore_extra(tmp_path)
-    assert_same(jda.restore_extra(tmp_path, {}), {})
+    for empty in ({}, {"a": [], "b": {"c": ()}}):
+        assert_same(jda.restore_extra(tmp_path, empty), empty)
     jda.save(tmp_path, state, step=1, extra={"epoch": 1})
     assert_same(jax.device_get(jda.restore(tmp_path, state)), jax.device_get(state))
     assert_same(jax.device_get(jda.restore_params(tmp_path)), jax.device_get(state["params"]))
