@@ -39,7 +39,7 @@ void Sum(const PartsCall& call, const Threads& threads, const std::vector<float*
           const Term from = TermOf(leaf, call.me, k, i, at);
           *x = LoadOne(from.base, call.dtypes.grad, from.i);
         },
-        [](float a, float* b) { *b = a + *b; }, &total);
+        &total);
     StoreOne(sums[l], Dtype::kFloat32, i, total);
   });
   NormTilesCall norm{Dtype::kFloat32, call.norm_scale, {}, call.num_tiles, call.tiles};

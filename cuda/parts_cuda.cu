@@ -77,7 +77,7 @@ __device__ float LoadSumOne(const Types& t, const Step& step, const PartsLeaf& l
         const Term from = TermOf(leaf, step.me, k, at.i, at.whole);
         *term = LoadOne(from.base, t.grad, from.i);
       },
-      [](float a, float* b) { *b = a + *b; }, &total);
+      &total);
   return CanonicalNan(total);
 }
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void LoadSum(const Types& t, const Step& step, const 
         const Term from = TermOf(leaf, step.me, k, at.i, at.whole);
         Widen(LoadVector<kVector>(from.base, t.grad, from.i), t.grad, term->x);
       },
-      typename Sum::Add{}, &total);
+      &total);
   total.CopyTo(sum);
 }
 

@@ -18,8 +18,7 @@ void SumTile(const SumCall& call, const SumLeaf& leaf, size_t begin) {
     if (leaf.in != nullptr) {
       PairwiseSum<kMaxContributions>(
           call.contributions,
-          [&](int k, float* term) { *term = LoadOne(leaf.in, call.in, k * stride + i); },
-          [](float a, float* b) { *b = a + *b; }, &total);
+          [&](int k, float* term) { *term = LoadOne(leaf.in, call.in, k * stride + i); }, &total);
     }
     StoreOne(leaf.out, call.out, i, total);
   }

@@ -33,7 +33,7 @@ __device__ __forceinline__ Vector SumVector(const Sum& sum, const SumLeaf& leaf,
       [&](int k, Vector* term) {
         Widen(LoadVector<kVector>(leaf.in, sum.in, k * stride + i), sum.in, term->x);
       },
-      Vector::Add{}, &total);
+      &total);
   return total;
 }
 
@@ -42,8 +42,7 @@ __device__ __noinline__ void SumOne(const Sum& sum, const SumLeaf& leaf, size_t 
   if (leaf.in != nullptr) {
     PairwiseSum<kMaxContributions>(
         sum.contributions,
-        [&](int k, float* term) { *term = LoadOne(leaf.in, sum.in, k * stride + i); },
-        [](float a, float* b) { *b = a + *b; }, &total);
+        [&](int k, float* term) { *term = LoadOne(leaf.in, sum.in, k * stride + i); }, &total);
   }
   StoreOne(leaf.out, sum.out, i, total);
 }

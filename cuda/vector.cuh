@@ -129,17 +129,17 @@ __device__ __forceinline__ void StoreHalves(void* high, void* low, size_t i,
   StoreWords<kVector>(low, i, lows);
 }
 
-// A term or a sum of PairwiseSum (pairwise.h), with its addition.
+// A term or a sum of PairwiseSum (pairwise.h).
 template <int kVector>
 struct VectorSum {
   float x[kVector];
 
-  struct Add {
-    __device__ __forceinline__ void operator()(const VectorSum& a, VectorSum* b) const {
+  __device__ __forceinline__ VectorSum operator+(const VectorSum& other) const {
+    VectorSum sum;
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) b->x[k] = a.x[k] + b->x[k];
-    }
-  };
+    for (int k = 0; k < kVector; ++k) sum.x[k] = x[k] + other.x[k];
+    return sum;
+  }
   __device__ __forceinline__ void CopyTo(float (&to)[kVector]) const {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) to[k] = x[k];
