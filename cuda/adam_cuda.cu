@@ -222,7 +222,6 @@ cudaError_t Launch(List<Types>, const AdamCall& call, cudaStream_t stream) {
   return ForEachTable<Leaf>(call.leaves, size_t{kThreads} * Types::kVector,
                             [&](const auto& table, uint32_t tiles) {
                               AdamKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
-                              return cudaGetLastError();
                             });
 }
 
@@ -236,7 +235,6 @@ cudaError_t LaunchMeasuring(List<Types>, const AdamCall& call, cudaStream_t stre
   const cudaError_t error = ForEachTable<MeasuredLeaf, kSmallMeasured, kLargeMeasured>(
       leaves, size_t{kThreads} * Types::kVector, [&](const auto& table, uint32_t tiles) {
         MeasuringKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
-        return cudaGetLastError();
       });
   return error != cudaSuccess ? error : SumSegmentsCuda(squares, stream);
 }
@@ -291,12 +289,11 @@ cudaError_t AdamCuda(const AdamCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
   if (call.squares.partials != nullptr) {
-    return LaunchFirst(Measuring{}, call, [&](auto variant, const AdamCall& it) {
-      return LaunchMeasuring(variant, it, stream);
-    });
+    return LaunchFirst(Measuring{}, call,
+                       [&](auto variant) { return LaunchMeasuring(variant, call, stream); });
   }
   return LaunchFirst(Joined<Common, Others>::Type{}, call,
-                     [&](auto variant, const AdamCall& it) { return Launch(variant, it, stream); });
+                     [&](auto variant) { return Launch(variant, call, stream); });
 }
 
 }  // namespace jdistadam

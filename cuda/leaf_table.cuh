@@ -44,8 +44,8 @@ __device__ __forceinline__ TileIndex FindTile(const LeafTable<Leaf, kCapacity>& 
   return {low, low == 0 ? tile : tile - table.end[low - 1]};
 }
 
-// Calls launch(table, number of tiles) for as few tables as hold all leaves that are not empty.
-// `launch` takes a table of either capacity; they may be equal.
+// Calls launch(table, number of tiles), which launches a kernel, for as few tables as hold all
+// leaves that are not empty. `launch` takes a table of either capacity; they may be equal.
 template <typename Leaf, int kSmall = kSmallTable, int kLarge = kLargeTable, typename Leaves,
           typename Launch>
 cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& launch) {
@@ -55,7 +55,6 @@ cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& l
   const auto flush = [&]() -> cudaError_t {
     if (table.count == 0) return cudaSuccess;
     const auto num_tiles = static_cast<uint32_t>(tiles);
-    cudaError_t error;
     if (kSmall < kLarge && table.count <= kSmall) {
       LeafTable<Leaf, kSmall> small;
       for (int i = 0; i < table.count; ++i) {
@@ -63,13 +62,13 @@ cudaError_t ForEachTable(const Leaves& leaves, size_t tile_size, const Launch& l
         small.end[i] = table.end[i];
       }
       small.count = table.count;
-      error = launch(small, num_tiles);
+      launch(small, num_tiles);
     } else {
-      error = launch(table, num_tiles);
+      launch(table, num_tiles);
     }
     table.count = 0;
     tiles = 0;
-    return error;
+    return cudaGetLastError();
   };
   for (const Leaf& leaf : leaves) {
     if (leaf.size == 0) continue;  // it has no tile

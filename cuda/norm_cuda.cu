@@ -78,7 +78,6 @@ template <Dtype kDtype>
 cudaError_t Launch(const NormTilesCall& call, cudaStream_t stream) {
   return ForEachTable<NormLeaf>(call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
     TileKernel<kDtype><<<tiles, kThreads, 0, stream>>>(table, call.inv_scale, call.tiles);
-    return cudaGetLastError();
   });
 }
 

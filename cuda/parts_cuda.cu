@@ -239,7 +239,6 @@ cudaError_t Launch(const PartsCall& call, cudaStream_t stream) {
   return ForEachTable<PartsLeaf, kCapacity, kCapacity>(
       call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
         PartsKernel<kCount, kWork, Types><<<tiles, kThreads, 0, stream>>>(table, step);
-        return cudaGetLastError();
       });
 }
 

@@ -133,7 +133,6 @@ cudaError_t Launch(List<Types>, const QuantizedCall& call, cudaStream_t stream) 
   return ForEachTable<QuantizedLeaf, kSmallQuantized, kLargeQuantized>(
       call.leaves, size_t{step.rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
         QuantizedKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
-        return cudaGetLastError();
       });
 }
 
@@ -147,7 +146,6 @@ cudaError_t LaunchMeasuring(List<Types>, const QuantizedCall& call, cudaStream_t
   const cudaError_t error = ForEachTable<MeasuredLeaf, kSmallMeasured, kLargeMeasured>(
       leaves, size_t{step.rounds} * kWarps * kChunk, [&](const auto& table, uint32_t tiles) {
         MeasuringKernel<Types><<<tiles, kThreads, 0, stream>>>(table, step);
-        return cudaGetLastError();
       });
   return error != cudaSuccess ? error : SumSegmentsCuda(squares, stream);
 }
@@ -205,13 +203,10 @@ cudaError_t QuantizedCuda(const QuantizedCall& call, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(call.adam.coefficients) % alignof(Row) != 0)
     return cudaErrorMisalignedAddress;
   if (call.adam.squares.partials != nullptr) {
-    return LaunchFirst(Measuring{}, call, [&](auto variant, const QuantizedCall& it) {
-      return LaunchMeasuring(variant, it, stream);
-    });
+    return LaunchFirst(Measuring{}, call,
+                       [&](auto variant) { return LaunchMeasuring(variant, call, stream); });
   }
-  return LaunchFirst(Variants{}, call, [&](auto variant, const QuantizedCall& it) {
-    return Launch(variant, it, stream);
-  });
+  return LaunchFirst(Variants{}, call, [&](auto variant) { return Launch(variant, call, stream); });
 }
 
 }  // namespace jdistadam

@@ -76,7 +76,6 @@ cudaError_t Launch(const SumCall& call, cudaStream_t stream) {
   return ForEachTable<SumLeaf>(
       call.leaves, size_t{kThreads} * kVector, [&](const auto& table, uint32_t tiles) {
         SumKernel<kContributions><<<tiles, kThreads, 0, stream>>>(table, sum);
-        return cudaGetLastError();
       });
 }
 

@@ -69,13 +69,13 @@ struct Joined<List<A...>> {
   using Type = List<A...>;
 };
 
-// launch(List<Variant>, call) with the first variant that fits: `||` ends the search there. An
-// error if none fits, which an AnyTypes for each mode prevents.
+// launch(List<Variant>) with the first variant that fits: `||` ends the search there. An error if
+// none fits, which an AnyTypes for each mode prevents.
 template <typename... Variants, typename Call, typename Launch>
 cudaError_t LaunchFirst(List<Variants...>, const Call& call, const Launch& launch) {
   cudaError_t error = cudaErrorInvalidValue;
   const auto try_one = [&](auto variant, bool fits) {
-    if (fits) error = launch(variant, call);
+    if (fits) error = launch(variant);
     return fits;
   };
   (void)(try_one(List<Variants>{}, Variants::Fits(call)) || ...);
