@@ -8,15 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "ffi_adam.h"
-#include "ffi_copies.h"
-#include "ffi_host_copy.h"
-#include "ffi_norm.h"
-#include "ffi_parts.h"
-#include "ffi_quantized.h"
-#include "ffi_squares.h"
-#include "ffi_sum.h"
-#include "processes.h"
+#include "ffi_backend.h"
 
 namespace jdistadam {
 
@@ -233,51 +225,26 @@ static ffi::Future WaitForCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
   return future;
 }
 
-extern "C" void JdistadamStopCopies_cpu() {
+void StopCopies() {
   if (CpuBoard().IsForked()) return;
   CpuBoard().Stop();
   CopyWaiters::WaitForNone();
   CpuProcesses().Stop();
 }
 
-extern "C" void JdistadamJoinProcesses_cpu(int me, const JoinedProcesses& joined) {
-  CpuProcesses().Join(me, joined);
-}
+void JoinProcesses(int me, const JoinedProcesses& joined) { CpuProcesses().Join(me, joined); }
 
 // Systems may allow it between processes of one program alone, or not at all.
-extern "C" bool JdistadamReachesProcess_cpu(int pid) {
+bool ReachesProcess(int pid) {
   char byte = 0;
   const iovec here{&byte, 1}, nowhere{reinterpret_cast<void*>(1), 1};
   return process_vm_readv(pid, &here, 1, &nowhere, 1, 0) >= 0 || errno == EFAULT;
 }
 
-extern "C" double JdistadamLinkSpeed_cpu(int, int) { return 0; }
+double LinkSpeed(int, int) { return 0; }
 
-extern "C" bool JdistadamCanReach_cpu(int, int) { return true; }
+bool CanReach(int, int) { return true; }
 
-using Pool = ffi::ThreadPool;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cpu, AdamHandler<Pool>, AdamBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantized_cpu, QuantizedHandler<Pool>,
-                              QuantizedBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdamSquares_cpu, AdamSquaresHandler<Pool>,
-                              AdamSquaresBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cpu, QuantizedSquaresHandler<Pool>,
-                              QuantizedSquaresBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNormTiles_cpu, NormTilesHandler<Pool>,
-                              NormTilesBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cpu, NormHandler<Pool>, NormBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cpu, SumHandler<Pool>, SumBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cpu, HostCopyHandler<Pool>,
-                              HostCopyBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cpu, HostCopiedHandler<Pool>,
-                              HostCopiedBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyStart_cpu, CopyStartHandler<Pool>,
-                              CopyStartBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyWait_cpu, CopyWaitHandler<Pool>,
-                              CopyWaitBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSumParts_cpu, SumPartsHandler<Pool>,
-                              SumPartsBinding().Ctx<Pool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamStepParts_cpu, StepPartsHandler<Pool>,
-                              StepPartsBinding().Ctx<Pool>());
+std::vector<NamedHandler> Handlers() { return HandlersOf<ffi::ThreadPool>(); }
 
 }  // namespace jdistadam

@@ -2,14 +2,7 @@
 #include <map>
 #include <set>
 
-#include "ffi_adam.h"
-#include "ffi_copies.h"
-#include "ffi_host_copy.h"
-#include "ffi_norm.h"
-#include "ffi_parts.h"
-#include "ffi_quantized.h"
-#include "ffi_squares.h"
-#include "ffi_sum.h"
+#include "ffi_backend.h"
 #include "host_copy_cuda.h"
 #include "kernels_cuda.h"
 #include "processes_cuda.h"
@@ -143,24 +136,20 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, con
   return ffi::Error::Success();
 }
 
-extern "C" void JdistadamStopCopies_cuda() {
+void StopCopies() {
   if (CudaBoard().IsForked()) return;
   CudaBoard().Stop();
   CopySender::StopAll();
   CudaProcesses().Stop();
 }
 
-extern "C" void JdistadamJoinProcesses_cuda(int me, const JoinedProcesses& joined) {
-  CudaProcesses().Join(me, joined);
-}
+void JoinProcesses(int me, const JoinedProcesses& joined) { CudaProcesses().Join(me, joined); }
 
-extern "C" bool JdistadamReachesProcess_cuda(int) { return MemoryDriver::Get() != nullptr; }
+bool ReachesProcess(int) { return MemoryDriver::Get() != nullptr; }
 
-extern "C" double JdistadamLinkSpeed_cuda(int device, int peer) {
-  return LinkProbe(device, peer).Measure();
-}
+double LinkSpeed(int device, int peer) { return LinkProbe(device, peer).Measure(); }
 
-extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
+bool CanReach(int device, int peer) {
   int can = device == peer;
   if (!can && cudaDeviceCanAccessPeer(&can, device, peer) != cudaSuccess) {
     (void)cudaGetLastError();
@@ -169,35 +158,6 @@ extern "C" bool JdistadamCanReach_cuda(int device, int peer) {
   return can != 0;
 }
 
-using Stream = ffi::PlatformStream<cudaStream_t>;
-// Handlers only enqueue kernels, so XLA may capture them in a CUDA graph.
-#define JDISTADAM_CAPTURABLE {ffi::Traits::kCmdBufferCompatible}
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdam_cuda, AdamHandler<cudaStream_t>,
-                              AdamBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantized_cuda, QuantizedHandler<cudaStream_t>,
-                              QuantizedBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamAdamSquares_cuda, AdamSquaresHandler<cudaStream_t>,
-                              AdamSquaresBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamQuantizedSquares_cuda, QuantizedSquaresHandler<cudaStream_t>,
-                              QuantizedSquaresBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNormTiles_cuda, NormTilesHandler<cudaStream_t>,
-                              NormTilesBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamNorm_cuda, NormHandler<cudaStream_t>,
-                              NormBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSum_cuda, SumHandler<cudaStream_t>,
-                              SumBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamSumParts_cuda, SumPartsHandler<cudaStream_t>,
-                              SumPartsBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamStepParts_cuda, StepPartsHandler<cudaStream_t>,
-                              StepPartsBinding().Ctx<Stream>(), JDISTADAM_CAPTURABLE);
-// Not for CUDA graphs: copies run in streams of their own.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopy_cuda, HostCopyHandler<cudaStream_t>,
-                              HostCopyBinding().Ctx<Stream>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamHostCopied_cuda, HostCopiedHandler<cudaStream_t>,
-                              HostCopiedBinding().Ctx<Stream>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyStart_cuda, CopyStartHandler<cudaStream_t>,
-                              CopyStartBinding().Ctx<Stream>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JdistadamCopyWait_cuda, CopyWaitHandler<cudaStream_t>,
-                              CopyWaitBinding().Ctx<Stream>());
+std::vector<NamedHandler> Handlers() { return HandlersOf<ffi::PlatformStream<cudaStream_t>>(); }
 
 }  // namespace jdistadam

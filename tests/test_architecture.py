@@ -124,7 +124,7 @@ def test_kernels_know_neither_xla_nor_python():
         {"dtype.h", "parallel.h", "leaf_table.cuh"}, {"pairwise.h", "vector.cuh", "rounding.h", "squares.h"}, {"adam_math.h", "adam.h", "norm.h", "sum.h", "copies.h", "host_copy.h"},
         {"coefficients.cuh", "norm.cuh", "squares.cuh", "parts.h", "copies_cuda.h", "processes.h", "quantized.h", "variants.cuh", "host_copy_cuda.h"}, {"kernels_cuda.h", "processes_cuda.h", "quantized_part.cuh"}, {"quantized_math.cuh"}, {"quantized_chunk.cuh"},
         {"adam_cpu.cc", "quantized_cpu.cc", "quantized_cuda.cu", "squares_cpu.cc", "norm_cpu.cc", "sum_cpu.cc", "adam_cuda.cu", "squares_cuda.cu", "norm_cuda.cu", "sum_cuda.cu", "parts_cpu.cc", "parts_cuda.cu", "ffi_common.h"},
-        {"ffi_adam.h", "ffi_norm.h", "ffi_sum.h", "ffi_copies.h", "ffi_host_copy.h"}, {"ffi_quantized.h", "ffi_parts.h"}, {"ffi_squares.h"}, {"ffi_cpu.cc", "ffi_cuda.cc"}, {"module.cc"},
+        {"ffi_adam.h", "ffi_norm.h", "ffi_sum.h", "ffi_copies.h", "ffi_host_copy.h"}, {"ffi_quantized.h", "ffi_parts.h"}, {"ffi_squares.h"}, {"ffi_backend.h"}, {"ffi_cpu.cc", "ffi_cuda.cc"}, {"module.cc"},
     ]  # fmt: skip
     floor = {name: i for i, names in enumerate(floors) for name in names}
     sources = {
