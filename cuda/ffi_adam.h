@@ -53,14 +53,14 @@ struct AdamAttributes {  // in the order of their decoding below
 
 }  // namespace jdistadam
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, StructMember<int32_t>("mode"),
-                                      StructMember<int32_t>("flags"),
-                                      StructMember<Span<const int32_t>>("groups"),
-                                      StructMember<int32_t>("flat"),
-                                      StructMember<Span<const int64_t>>("sizes"),
-                                      StructMember<Span<const int64_t>>("offsets"),
-                                      StructMember<Span<const int64_t>>("mu_offsets"),
-                                      StructMember<Span<const int64_t>>("nu_offsets"));
+// Calls with more attributes begin with the same ones.
+#define JDISTADAM_ADAM_MEMBERS                                                                  \
+  StructMember<int32_t>("mode"), StructMember<int32_t>("flags"),                                \
+      StructMember<Span<const int32_t>>("groups"), StructMember<int32_t>("flat"),               \
+      StructMember<Span<const int64_t>>("sizes"), StructMember<Span<const int64_t>>("offsets"), \
+      StructMember<Span<const int64_t>>("mu_offsets"),                                          \
+      StructMember<Span<const int64_t>>("nu_offsets")
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamAttributes, JDISTADAM_ADAM_MEMBERS);
 
 namespace jdistadam {
 

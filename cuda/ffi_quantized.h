@@ -36,14 +36,11 @@ struct QuantizedAttributes {  // in the order of their decoding below
 
 }  // namespace jdistadam
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jdistadam::QuantizedAttributes, StructMember<int32_t>("mode"), StructMember<int32_t>("flags"),
-    StructMember<Span<const int32_t>>("groups"), StructMember<int32_t>("flat"),
-    StructMember<Span<const int64_t>>("sizes"), StructMember<Span<const int64_t>>("offsets"),
-    StructMember<Span<const int64_t>>("mu_offsets"),
-    StructMember<Span<const int64_t>>("nu_offsets"), StructMember<bool>("random"),
-    StructMember<Span<const int32_t>>("ids"), StructMember<Span<const int64_t>>("cuts"),
-    StructMember<Span<const int64_t>>("tables"));
+#define JDISTADAM_QUANTIZED_MEMBERS                                                               \
+  JDISTADAM_ADAM_MEMBERS, StructMember<bool>("random"), StructMember<Span<const int32_t>>("ids"), \
+      StructMember<Span<const int64_t>>("cuts"), StructMember<Span<const int64_t>>("tables")
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::QuantizedAttributes,
+                                      JDISTADAM_QUANTIZED_MEMBERS);
 
 namespace jdistadam {
 

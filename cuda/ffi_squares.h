@@ -27,21 +27,11 @@ struct QuantizedSquaresAttributes {
 
 }  // namespace jdistadam
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jdistadam::AdamSquaresAttributes, StructMember<int32_t>("mode"),
-    StructMember<int32_t>("flags"), StructMember<Span<const int32_t>>("groups"),
-    StructMember<int32_t>("flat"), StructMember<Span<const int64_t>>("sizes"),
-    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
-    StructMember<Span<const int64_t>>("nu_offsets"), StructMember<Span<const int32_t>>("fine"));
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jdistadam::QuantizedSquaresAttributes, StructMember<int32_t>("mode"),
-    StructMember<int32_t>("flags"), StructMember<Span<const int32_t>>("groups"),
-    StructMember<int32_t>("flat"), StructMember<Span<const int64_t>>("sizes"),
-    StructMember<Span<const int64_t>>("offsets"), StructMember<Span<const int64_t>>("mu_offsets"),
-    StructMember<Span<const int64_t>>("nu_offsets"), StructMember<bool>("random"),
-    StructMember<Span<const int32_t>>("ids"), StructMember<Span<const int64_t>>("cuts"),
-    StructMember<Span<const int64_t>>("tables"), StructMember<Span<const int32_t>>("fine"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::AdamSquaresAttributes, JDISTADAM_ADAM_MEMBERS,
+                                      StructMember<Span<const int32_t>>("fine"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::QuantizedSquaresAttributes,
+                                      JDISTADAM_QUANTIZED_MEMBERS,
+                                      StructMember<Span<const int32_t>>("fine"));
 
 namespace jdistadam {
 
