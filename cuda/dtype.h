@@ -31,23 +31,15 @@ JDISTADAM_INLINE constexpr size_t ItemSize(Dtype dtype) {
 JDISTADAM_INLINE constexpr bool IsCoded(Dtype dtype) { return dtype >= Dtype::kBlock8; }
 
 JDISTADAM_INLINE uint32_t BitsOf(float x) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(x);
-#else
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
-#endif
 }
 
 JDISTADAM_INLINE float FloatOf(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
-#endif
 }
 
 JDISTADAM_INLINE float CanonicalNan(float x) { return x == x ? x : FloatOf(0x7fc00000u); }
