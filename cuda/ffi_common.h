@@ -53,6 +53,16 @@ inline char* DataOf(const ffi::AnyBuffer& buffer) {
   return static_cast<char*>(buffer.untyped_data());
 }
 
+// Whether each result has the address of the operand at its place.
+inline ffi::Error CheckAliased(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+  for (size_t i = 0; i < rets.size(); ++i) {
+    const auto arg = GetBuffer(args, i), ret = GetBuffer(rets, i);
+    if (!arg || !ret || DataOf(*arg) != DataOf(*ret))
+      return Invalid("result " + std::to_string(i) + " of a copy is not aliased with its operand");
+  }
+  return ffi::Error::Success();
+}
+
 inline std::optional<Dtype> FloatTypeOf(ffi::DataType type) {
   return type == ffi::DataType::U16 ? std::nullopt : DtypeOf(type);
 }

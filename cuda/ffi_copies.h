@@ -109,16 +109,6 @@ inline ffi::Error ReadCopies(const CopyStartAttributes& a, const ffi::RemainingA
   return ffi::Error::Success();
 }
 
-inline ffi::Error CheckTargets(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
-  if (rets.size() < 1) return Invalid("a wait for copies needs targets");
-  for (size_t i = 0; i < rets.size(); ++i) {
-    const auto arg = GetBuffer(args, i), ret = GetBuffer(rets, i);
-    if (!arg || !ret || DataOf(*arg) != DataOf(*ret))
-      return Invalid("target " + std::to_string(i) + " of copies is not aliased with its operand");
-  }
-  return ffi::Error::Success();
-}
-
 inline ffi::Error CopiesAreLost(const std::string& why) {
   return ffi::Error::Internal("jdistadam: copies between devices were not finished: " + why +
                               " (places along the axis of the mesh). Parameters and state are "
@@ -189,7 +179,8 @@ auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitA
   auto& board = BoardOf(context, who);
   if (board.IsForked()) return WaitIsOver(context, who, ProcessIsForked());
   std::string why;
-  ffi::Error error = CheckTargets(args, rets);
+  ffi::Error error =
+      rets.size() < 1 ? Invalid("a wait for copies needs targets") : CheckAliased(args, rets);
   if (error.success() && (a.limit_seconds < 1 || a.limit_seconds > kMaxLimitSeconds))
     error = Invalid("limit_seconds must be positive, and at most a week");
   if (error.failure()) why = FailureOf(who.me, error.message());

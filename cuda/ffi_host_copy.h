@@ -47,15 +47,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::HostCopiedAttributes,
 
 namespace jdistadam {
 
-inline ffi::Error CheckAliased(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
-  for (size_t i = 0; i < rets.size(); ++i) {
-    const auto arg = GetBuffer(args, i), ret = GetBuffer(rets, i);
-    if (!arg || !ret || DataOf(*arg) != DataOf(*ret))
-      return Invalid("result " + std::to_string(i) + " of a copy is not aliased with its operand");
-  }
-  return ffi::Error::Success();
-}
-
 inline ffi::Error BuildHostCopy(const HostCopyAttributes& a, const ffi::RemainingArgs& args,
                                 const ffi::RemainingRets& rets, HostCopy* copy) {
   const size_t count = a.offsets.size();
