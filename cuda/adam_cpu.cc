@@ -185,30 +185,20 @@ void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
   StoreBlock(leaf.out, call.dtypes.out, begin, buffer, n);
 }
 
-struct Tile {
-  const Leaf* leaf;
-  size_t begin, size;
-};
-
-void RunTile(const AdamCall& call, const Tile& tile) {
-  for (size_t i = 0; i < tile.size; i += kBlock) {
-    const size_t n = std::min(kBlock, tile.size - i);
-    if (call.squares.partials != nullptr) MeasureBlock(call, *tile.leaf, tile.begin + i, n);
-    *call.found_inf ? SkipBlock(call, *tile.leaf, tile.begin + i, n)
-                    : StepBlock(call, *tile.leaf, tile.begin + i, n);
+void RunTile(const AdamCall& call, const Leaf& leaf, size_t begin, size_t end) {
+  for (size_t i = begin; i < end; i += kBlock) {
+    const size_t n = std::min(kBlock, end - i);
+    if (call.squares.partials != nullptr) MeasureBlock(call, leaf, i, n);
+    *call.found_inf ? SkipBlock(call, leaf, i, n) : StepBlock(call, leaf, i, n);
   }
 }
 
 }  // namespace
 
 void AdamCpu(const AdamCall& call, const Threads& threads) {
-  std::vector<Tile> tiles;
-  for (const Leaf& leaf : call.leaves) {
-    for (size_t begin = 0; begin < leaf.size; begin += kTile) {
-      tiles.push_back({&leaf, begin, std::min(kTile, leaf.size - begin)});
-    }
-  }
-  ParallelFor(tiles.size(), threads, [&](size_t i) { RunTile(call, tiles[i]); });
+  ForEachTile(call.leaves, kTile, threads, [&](size_t leaf, size_t begin, size_t end) {
+    RunTile(call, call.leaves[leaf], begin, end);
+  });
   if (call.squares.partials != nullptr) SumSegmentsCpu(call.squares, threads);
 }
 

@@ -7,10 +7,9 @@
 namespace jdistadam {
 namespace {
 
-TileNorm SumTile(const NormTilesCall& call, const NormLeaf& leaf, size_t begin) {
+TileNorm SumTile(const NormTilesCall& call, const NormLeaf& leaf, size_t begin, size_t end) {
   float lanes[kNormLanes] = {}, row[kNormLanes];
   const float inv_scale = *call.inv_scale;
-  const size_t end = std::min(begin + kNormTile, leaf.size);
   bool finite = true;
   for (; begin < end; begin += kNormLanes) {
     const size_t n = std::min(kNormLanes, end - begin);
@@ -26,13 +25,9 @@ TileNorm SumTile(const NormTilesCall& call, const NormLeaf& leaf, size_t begin) 
 }  // namespace
 
 void NormTilesCpu(const NormTilesCall& call, const Threads& threads) {
-  std::vector<const NormLeaf*> leaf_of_tile(call.num_tiles);
-  for (const NormLeaf& leaf : call.leaves) {
-    for (size_t t = 0; t < NumNormTiles(leaf.size); ++t) leaf_of_tile[leaf.first_tile + t] = &leaf;
-  }
-  ParallelFor(call.num_tiles, threads, [&](size_t t) {
-    const NormLeaf& leaf = *leaf_of_tile[t];
-    call.tiles[t] = SumTile(call, leaf, (t - leaf.first_tile) * kNormTile);
+  ForEachTile(call.leaves, kNormTile, threads, [&](size_t l, size_t begin, size_t end) {
+    const NormLeaf& leaf = call.leaves[l];
+    call.tiles[leaf.first_tile + begin / kNormTile] = SumTile(call, leaf, begin, end);
   });
 }
 

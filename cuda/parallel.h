@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -91,6 +92,24 @@ inline void ParallelFor(size_t size, const Threads& threads, std::function<void(
   for (size_t i = 0; i < helpers; ++i) threads.schedule([tasks] { tasks->Run(); });
   tasks->Run();
   tasks->Wait();
+}
+
+// Runs task(leaf, begin, end) for all tiles, elements [begin, end) of leaf number `leaf`.
+template <typename Leaf, typename Task>
+void ForEachTile(const std::vector<Leaf>& leaves, size_t tile_size, const Threads& threads,
+                 const Task& task) {
+  struct Tile {
+    size_t leaf, begin;
+  };
+  std::vector<Tile> tiles;
+  for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    for (size_t begin = 0; begin < leaves[leaf].size; begin += tile_size)
+      tiles.push_back({leaf, begin});
+  }
+  ParallelFor(tiles.size(), threads, [&](size_t t) {
+    const auto [leaf, begin] = tiles[t];
+    task(leaf, begin, std::min(begin + tile_size, leaves[leaf].size));
+  });
 }
 
 }  // namespace jdistadam

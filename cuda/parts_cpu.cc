@@ -1,7 +1,5 @@
 // A step on parts of gradients on the CPU, written for clarity, not speed.
 
-#include <algorithm>
-
 #include "adam.h"
 #include "pairwise.h"
 #include "parts.h"
@@ -14,17 +12,8 @@ constexpr size_t kTile = 1 << 14;  // elements of a task
 // Calls work(leaf index, i) for all elements of all leaves.
 template <typename Work>
 void ForElements(const PartsCall& call, const Threads& threads, const Work& work) {
-  struct Tile {
-    size_t leaf, begin;
-  };
-  std::vector<Tile> tiles;
-  for (size_t leaf = 0; leaf < call.leaves.size(); ++leaf) {
-    for (size_t begin = 0; begin < call.leaves[leaf].size; begin += kTile)
-      tiles.push_back({leaf, begin});
-  }
-  ParallelFor(tiles.size(), threads, [&](size_t t) {
-    const size_t end = std::min(tiles[t].begin + kTile, call.leaves[tiles[t].leaf].size);
-    for (size_t i = tiles[t].begin; i < end; ++i) work(tiles[t].leaf, i);
+  ForEachTile(call.leaves, kTile, threads, [&](size_t leaf, size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) work(leaf, i);
   });
 }
 

@@ -170,21 +170,16 @@ void SkipBlock(const AdamCall& call, const Leaf& leaf, size_t begin, size_t n) {
   }
 }
 
-struct Tile {
-  const QuantizedLeaf* leaf;
-  size_t begin, end;
-};
-
-void RunTile(const QuantizedCall& call, const Tile& tile) {
-  for (size_t i = tile.begin; i < tile.end; i += kBlock) {
-    const size_t n = std::min(kBlock, tile.end - i);
+void RunTile(const QuantizedCall& call, const QuantizedLeaf& leaf, size_t begin, size_t end) {
+  for (size_t i = begin; i < end; i += kBlock) {
+    const size_t n = std::min(kBlock, end - i);
     if (*call.adam.found_inf) {
-      MeasureSkipped(call, *tile.leaf, i, n);
-      SkipBlock(call.adam, *tile.leaf, i, n);
+      MeasureSkipped(call, leaf, i, n);
+      SkipBlock(call.adam, leaf, i, n);
     } else if (call.is_stochastic) {
-      StepBlock<true>(call, *tile.leaf, i, n);
+      StepBlock<true>(call, leaf, i, n);
     } else {
-      StepBlock<false>(call, *tile.leaf, i, n);
+      StepBlock<false>(call, leaf, i, n);
     }
   }
 }
@@ -192,12 +187,9 @@ void RunTile(const QuantizedCall& call, const Tile& tile) {
 }  // namespace
 
 void QuantizedCpu(const QuantizedCall& call, const Threads& threads) {
-  std::vector<Tile> tiles;
-  for (const QuantizedLeaf& leaf : call.leaves) {
-    for (size_t begin = 0; begin < leaf.size; begin += kTile)
-      tiles.push_back({&leaf, begin, std::min(begin + kTile, leaf.size)});
-  }
-  ParallelFor(tiles.size(), threads, [&](size_t i) { RunTile(call, tiles[i]); });
+  ForEachTile(call.leaves, kTile, threads, [&](size_t leaf, size_t begin, size_t end) {
+    RunTile(call, call.leaves[leaf], begin, end);
+  });
   if (call.adam.squares.partials != nullptr) SumSegmentsCpu(call.adam.squares, threads);
 }
 

@@ -1,7 +1,5 @@
 // Sums and copies on the CPU.
 
-#include <algorithm>
-
 #include "pairwise.h"
 #include "sum.h"
 
@@ -10,8 +8,7 @@ namespace {
 
 constexpr size_t kTile = 1 << 14;  // elements of a task
 
-void SumTile(const SumCall& call, const SumLeaf& leaf, size_t begin) {
-  const size_t end = std::min(begin + kTile, leaf.size);
+void SumTile(const SumCall& call, const SumLeaf& leaf, size_t begin, size_t end) {
   const size_t stride = call.stride != 0 ? call.stride : leaf.size;
   for (size_t i = begin; i < end; ++i) {
     float total = 0.0f;
@@ -27,16 +24,9 @@ void SumTile(const SumCall& call, const SumLeaf& leaf, size_t begin) {
 }  // namespace
 
 void SumCpu(const SumCall& call, const Threads& threads) {
-  struct Tile {
-    const SumLeaf* leaf;
-    size_t begin;
-  };
-  std::vector<Tile> tiles;
-  for (const SumLeaf& leaf : call.leaves) {
-    for (size_t begin = 0; begin < leaf.size; begin += kTile) tiles.push_back({&leaf, begin});
-  }
-  ParallelFor(tiles.size(), threads,
-              [&](size_t t) { SumTile(call, *tiles[t].leaf, tiles[t].begin); });
+  ForEachTile(call.leaves, kTile, threads, [&](size_t leaf, size_t begin, size_t end) {
+    SumTile(call, call.leaves[leaf], begin, end);
+  });
 }
 
 }  // namespace jdistadam
