@@ -30,6 +30,7 @@ import jdistadam as jda  # noqa: E402
 from jdistadam.kernels import processes  # noqa: E402
 
 processes.GRACE_SECONDS = 5
+ROWS = 48  # divides by 2, 4, 6 and 8 devices
 SHAPES = {"up": (32, 64), "down": (64, 32), "bias": (7,)}
 
 
@@ -40,8 +41,8 @@ def loss_fn(params, batch):
 
 
 def batch_of(i):
-    rows = 16 // count
-    batch = np.random.default_rng(i).normal(size=(16, 32)).astype(np.float32)
+    rows = ROWS // count
+    batch = np.random.default_rng(i).normal(size=(ROWS, 32)).astype(np.float32)
     return jda.shard_batch(batch[rows * index : rows * (index + 1)], tx)
 
 
@@ -68,7 +69,7 @@ if saved := jda.checkpoint_steps(folder):
     state = jda.restore(folder, jda.TrainState.shapes(params, tx), tx, step=first)
     print("restored", first, flush=True)
 if index > 0:  # processes may have traced other programs, too
-    step.lower(state, jda.shard_batch(np.zeros((32 // count, 32), np.float32), tx))
+    step.lower(state, jda.shard_batch(np.zeros((2 * ROWS // count, 32), np.float32), tx))
 with jda.Checkpointer(folder, tx, every=4, keep=2) as checkpointer:
     for i in range(first + 1, steps + 1):
         state, metrics = jax.block_until_ready(step(state, batch_of(i)))
