@@ -21,7 +21,6 @@
 // tells nobody: others miss the device at their next copies. (XLA for GPUs gives them 10 s, and
 // ends the process.) Such copies are *abandoned*: a later start that gets their memory waits until
 // they are done.
-// are *abandoned*: a later start that gets their memory waits until they are done.
 #pragma once
 
 #include <unistd.h>
@@ -162,9 +161,11 @@ class CopyJob {
     changed_.notify_all();
   }
 
-  bool IsIssued() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return why_.empty() && num_settled_ == count();
+  // Whether all devices have enqueued their copies; waits a while if asked to.
+  bool IsIssued(std::chrono::milliseconds limit = {}) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_settled = [&] { return !why_.empty() || num_settled_ == count(); };
+    return changed_.wait_for(lock, limit, is_settled) && why_.empty();
   }
 
   // Waits until all devices have enqueued their copies. Returns why they have not; "" if they have.

@@ -5,6 +5,10 @@
 // "ready" of all devices, and records "sent". A wait lets the stream of the program wait for "sent"
 // of all devices. No device waits on the host but for that threads have enqueued their copies.
 //
+// Every device sends to the next one first, then to the one after it, and so on: all links are busy
+// and each device receives from one at a time, if all begin together. So copies begin when the
+// copies before them are done on all devices.
+//
 // An event is recorded again only when its job has gone, so after all devices have enqueued their
 // waits for it, or after its copies are done.
 #pragma once
@@ -276,6 +280,7 @@ class CopySender {
         jobs_.pop_front();
       }
       Handle(*next.first, next.second);
+      last_ = std::move(next.first);
     }
   }
 
@@ -298,6 +303,7 @@ class CopySender {
     cudaError_t error = cudaStreamWaitEvent(own_, mine.ready.get(), 0);
     for (int p = 0; p < job.count() && error == cudaSuccess; ++p)
       error = cudaStreamWaitEvent(others_, job.posts[p].extra.ReadyFor(ordinal_), 0);
+    if (error == cudaSuccess) error = WaitForLast();
     if (error != cudaSuccess) return error;
     to_.clear(), from_.clear(), sizes_.clear();
     for (int distance = 0; distance < job.count(); ++distance) {
@@ -319,6 +325,18 @@ class CopySender {
     if (error == cudaSuccess) error = SendBatch();
     if (error == cudaSuccess) error = mine.RecordSent(others_);
     return error == cudaSuccess ? cudaEventRecord(mine.kept.get(), own_) : error;
+  }
+
+  // Lets copies begin after the last ones of all devices. Only speed depends on it: senders may get
+  // jobs of two executions in different orders, so none waits long for another one. Other processes
+  // may have recorded their events again.
+  cudaError_t WaitForLast() {
+    if (last_ == nullptr || last_->clique != nullptr) return cudaSuccess;
+    if (!last_->IsIssued(std::chrono::milliseconds(1))) return cudaSuccess;
+    cudaError_t error = cudaSuccess;
+    for (int p = 0; p < last_->count() && error == cudaSuccess; ++p)
+      error = cudaStreamWaitEvent(others_, last_->posts[p].extra.sent.get(), 0);
+    return error;
   }
 
   cudaError_t SendBatch() {
@@ -351,6 +369,7 @@ class CopySender {
   std::condition_variable changed_;
   std::deque<std::pair<CudaCopyJob, int>> jobs_;
   bool is_stopped_ = false;
+  CudaCopyJob last_;  // keeps its events
   std::thread thread_;
   std::vector<void*> to_, from_;
   std::vector<size_t> sizes_;
