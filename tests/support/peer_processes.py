@@ -12,9 +12,9 @@ import sys
 platform, index, count, devices, port = sys.argv[1], *map(int, sys.argv[2:6])
 folder, steps, communication, strategy = sys.argv[6], int(sys.argv[7]), *sys.argv[8:]
 of_each = devices // count
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={of_each}"
-)
+# XLA for GPUs picks its matrix products by time: processes could get products of other bits.
+flags = f" --xla_force_host_platform_device_count={of_each} --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
