@@ -17,9 +17,7 @@ XLA removes unused values from a barrier, so all later operations use the result
 
 from __future__ import annotations
 
-import collections
 import functools
-import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -30,7 +28,7 @@ from jax.extend import core
 
 from jdistadam.kernels.adam import UPDATES
 from jdistadam.kernels.multi_tensor import NORMS
-from jdistadam.training.traced_gradients import evaluate, evaluate_one, values_of
+from jdistadam.training.traced_gradients import ReadyQueue, evaluate, evaluate_one, values_of
 
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 _GATHERS = {"all_gather", "all_gather_invariant"}
@@ -63,20 +61,14 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
     is_product = [contains(eqn, PRODUCTS) for eqn in eqns]
     num_ordered = len(eqns) - is_product[::-1].index(True) if any(is_product) else 0
     after = _last_uses(jaxpr, num_ordered)
-    users, num_missing = collections.defaultdict[Any, list[int]](list), [0] * len(eqns)
+    ready = ReadyQueue()
     for i in range(num_ordered, len(eqns)):
-        for v in {*variables(eqns[i].invars), *after.get(i, ())} - known.keys():
-            users[v].append(i)
-            num_missing[i] += 1
-    ready = [i for i in range(num_ordered, len(eqns)) if not num_missing[i]]
+        ready.add(i, {*variables(eqns[i].invars), *after.get(i, ())} - known.keys())
 
     def assign(variables: Any, values: Any) -> None:
         for v, x in zip(variables, values, strict=True):
             known[v] = x
-            for i in users.pop(v, ()):
-                num_missing[i] -= 1
-                if not num_missing[i]:
-                    heapq.heappush(ready, i)
+            ready.found(v)
 
     def tie(variables: Iterable[Any]) -> None:
         """Lets all later users of some variables wait for all of them."""
@@ -104,7 +96,7 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
         evaluate(i)
         made.update(eqns[i].outvars)
         while ready:
-            k = heapq.heappop(ready)
+            k = ready.pop()
             if is_late[k]:
                 late.append(k)
                 continue
@@ -112,10 +104,10 @@ def _evaluate(traced: Any, args: list[Any], lag: float) -> list[Any]:
             if k in after:
                 calls.append([])
             calls[-1] += [v for v in eqns[k].outvars if v in outputs]
-    ready += late
-    heapq.heapify(ready)
+    for k in late:
+        ready.add(k)
     while ready:
-        evaluate(heapq.heappop(ready))
+        evaluate(ready.pop())
     return values_of(jaxpr.outvars, known)
 
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import heapq
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ from jdistadam.kernels import copies, parts
 from jdistadam.kernels.adam import UPDATES
 from jdistadam.training.early_updates import PRODUCTS, contains, has_effects, inlined, variables
 from jdistadam.training.pipelined_scan import carried, pipelined
-from jdistadam.training.traced_gradients import evaluate, evaluate_one, values_of
+from jdistadam.training.traced_gradients import ReadyQueue, evaluate, evaluate_one, values_of
 
 _ANCHORS = PRODUCTS | UPDATES | {parts.SUM, parts.STEP}
 
@@ -281,9 +280,7 @@ class _Evaluation:
         self._rank = self._ranks()
         self._exchanges_of, self._sums_of = self._sums_of_copies()
         self._done = [False] * len(self._eqns)
-        self._users: dict[Any, list[int]] = {}
-        self._num_missing: dict[int, int] = {}
-        self._ready: list[tuple[int, int]] = []
+        self._ready = ReadyQueue()
         self._together: list[int] = []  # starts that travel together, when there are enough
         self._ahead: collections.deque[int] = collections.deque()  # gathers that could start
         self._group_of: dict[Any, list[int]] = {}  # by target: what has started together
@@ -298,11 +295,7 @@ class _Evaluation:
         for i, is_hoisted in enumerate(self._is_hoisted):
             if is_hoisted:
                 missing = set(variables(self._eqns[i].invars)) - self._known.keys()
-                self._num_missing[i] = len(missing)
-                for v in missing:
-                    self._users.setdefault(v, []).append(i)
-                if not missing:
-                    self._is_ready(i)
+                self._ready.add(i, missing, self._rank.get(i))
         self._run_ready()
         self._start_ahead()
         for i in range(len(self._eqns)):  # the model, then sums and updates
@@ -412,12 +405,9 @@ class _Evaluation:
                     stack += [(k, True), *makers(self._eqns[k].invars)]
         return order
 
-    def _is_ready(self, i: int) -> None:
-        heapq.heappush(self._ready, (self._rank.get(i, i), i))
-
     def _run_ready(self) -> None:
         while self._ready:
-            self._run(heapq.heappop(self._ready)[1])
+            self._run(self._ready.pop())
 
     def _run(self, i: int) -> None:
         """Evaluates an equation, after those that it needs."""
@@ -571,10 +561,7 @@ class _Evaluation:
     def _assign(self, made: Iterable[Any], values: Iterable[Any]) -> None:
         for v, x in zip(made, values, strict=True):
             self._known[v] = x
-            for k in self._users.pop(v, ()):
-                self._num_missing[k] -= 1
-                if not self._num_missing[k]:
-                    self._is_ready(k)
+            self._ready.found(v)
 
     def _tie(self, tied: list[Any]) -> None:
         """Lets all later users of some variables wait for all of them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,3 +75,37 @@ def evaluate_one(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
     }
     one = jaxpr.replace(constvars=[], invars=list(arguments), outvars=list(eqn.outvars), eqns=[eqn])
     return jax.core.eval_jaxpr(one, [], *arguments.values())
+
+
+class ReadyQueue:
+    """Equations that become ready when all variables that they wait for are known."""
+
+    def __init__(self) -> None:
+        self._waiting = collections.defaultdict[Any, list[int]](list)
+        self._num_missing: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+        self._ready: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        """Whether an equation is ready."""
+        return bool(self._ready)
+
+    def add(self, i: int, missing: Iterable[Any] = (), rank: int | None = None) -> None:
+        """Adds an equation that waits for variables; of ready ones the lowest rank is first."""
+        unknown = set(missing)
+        self._ranks[i], self._num_missing[i] = i if rank is None else rank, len(unknown)
+        for v in unknown:
+            self._waiting[v].append(i)
+        if not unknown:
+            heapq.heappush(self._ready, (self._ranks[i], i))
+
+    def found(self, v: Any) -> None:
+        """A variable is known."""
+        for i in self._waiting.pop(v, ()):
+            self._num_missing[i] -= 1
+            if not self._num_missing[i]:
+                heapq.heappush(self._ready, (self._ranks[i], i))
+
+    def pop(self) -> int:
+        """Removes the first equation that is ready."""
+        return heapq.heappop(self._ready)[1]
