@@ -48,8 +48,9 @@ def make_cases(tree, num_devices):
 
         return call
 
-    def whole_step():
-        tx = jda.distributed(jda.fused_adamw(1e-4), mesh=mesh, max_grad_norm=1.0)
+    def whole_step(**policy):
+        policy = jda.MixedPrecisionPolicy(**policy)
+        tx = jda.distributed(jda.fused_adamw(1e-4), mesh=mesh, max_grad_norm=1.0, policy=policy)
         loss = lambda p, x: sum(jnp.sum(v.astype(jnp.float32)) for v in p.values()) * jnp.mean(x)  # noqa: E731
         step = jda.train_step(loss, tx)
         batch = jda.shard_batch(jnp.ones(num_devices), tx)
@@ -77,10 +78,16 @@ def make_cases(tree, num_devices):
         grads, mine = copy(params), copy(params)
         return stepper(lambda p, s: step(grads, p, s), mine, jax.jit(tx.init)(mine))
 
-    return {"train_step": whole_step, "step in a shard_map": own_step, "fused_adamw": plain_step}
+    sums = dict(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32)
+    return {
+        "train_step": whole_step,
+        "train_step, float32 sums": lambda: whole_step(**sums),
+        "step in a shard_map": own_step,
+        "fused_adamw": plain_step,
+    }
 
 
-def measure(package, tree, num_devices):
+def measure(package, tree, num_devices, cases):
     """Microseconds by case: host and wall."""
     sys.path.insert(0, package)
     import jax
@@ -90,6 +97,8 @@ def measure(package, tree, num_devices):
     assert pathlib.Path(jdistadam.__file__).is_relative_to(pathlib.Path(package).resolve())
     found = {}
     for name, make in make_cases(tree, num_devices or len(jax.devices())).items():
+        if cases and name not in cases:
+            continue
         call = make()
         for _ in range(5):
             jax.block_until_ready(call())
@@ -115,7 +124,7 @@ def measure(package, tree, num_devices):
 
 def run(package, args):
     command = [sys.executable, "-P", __file__, "--measure", package, "--tree", args.tree]
-    command += ["--devices", str(args.devices)]
+    command += ["--devices", str(args.devices), *(["--cases", *args.cases] if args.cases else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     if done.returncode:
         sys.exit(f"{package}: {done.stderr[-4000:]}")
@@ -147,6 +156,7 @@ def main():
     parser.add_argument("--old", help="folder from which the older jdistadam is imported")
     parser.add_argument("--new", help="the newer one; default: the installed one")
     parser.add_argument("--tree", default="gpt2s", help="see jdistadam bench --list")
+    parser.add_argument("--cases", nargs="*", help="some of those that it prints; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--devices", type=int, default=0, help="0: all")
     parser.add_argument("--measure", metavar="PACKAGE", help="measure one, and print JSON")
@@ -154,7 +164,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/compare.json"))
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.measure, args.tree, args.devices)))
+        print(json.dumps(measure(args.measure, args.tree, args.devices, args.cases)))
         return
     import jdistadam
 
