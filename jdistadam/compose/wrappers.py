@@ -89,6 +89,12 @@ class MultiSteps(FusedTransformation):
         theirs = optax_MultiSteps(opt, every_k_schedule, *how)
         schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
 
+        def init(params: Params) -> optax.MultiStepsState:
+            state = theirs.init(params)
+            return state._replace(
+                acc_grads=jax.tree.map(trees.placed_like, params, state.acc_grads)
+            )
+
         def full_step(
             grads: Grads,
             state: Any,
@@ -133,7 +139,7 @@ class MultiSteps(FusedTransformation):
             )
             return FullResult(params, new, result.norms)
 
-        self = super().__new__(cls, theirs.init, theirs.update, _step_of(full_step))
+        self = super().__new__(cls, init, theirs.update, _step_of(full_step))
         self.full_step, self.inner_opt = full_step, opt
         return self
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
@@ -240,6 +240,24 @@ def test_a_sharded_state_stays_where_it_is(cpu_mesh):
         params, state = jax.jit(tx.step)(grads, state, params)
         assert state.acc_grads["w"].sharding.spec[0] == "data"
         assert state.inner_opt_state[0].mu["w"].sharding.spec[0] == "data"
+    assert_trees_same_bits((params, state), want)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_sums_are_sharded_like_params_from_the_start(init, axis_type):
+    devices = jax.devices("cpu")[:8]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=devices)
+    params = {"w": jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("x", "y")))}
+    tx = jda.MultiSteps(jda.fused_adamw(**HYPER), 2, should_skip_update_fn=optax.skip_not_finite)
+    state = init(tx.init)(params)
+    assert state.acc_grads["w"].sharding.spec == P("x", "y")
+    whole = jax.tree.map(jnp.asarray, jax.device_get(params))
+    want = whole, tx.init(whole)
+    for i in range(4):
+        grads = jax.tree.map(lambda x, i=i: (i + 1) / 7 * x, params)
+        want = jax.jit(tx.step)(jax.device_get(grads), want[1], want[0])
+        params, state = jax.jit(tx.step)(grads, state, params)
     assert_trees_same_bits((params, state), want)
 
 
