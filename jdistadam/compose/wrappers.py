@@ -6,6 +6,7 @@ kernel gets a flag: if it is set, the kernel changes nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,12 +90,6 @@ class MultiSteps(FusedTransformation):
         theirs = optax_MultiSteps(opt, every_k_schedule, *how)
         schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
 
-        def init(params: Params) -> optax.MultiStepsState:
-            state = theirs.init(params)
-            return state._replace(
-                acc_grads=jax.tree.map(trees.placed_like, params, state.acc_grads)
-            )
-
         def full_step(
             grads: Grads,
             state: Any,
@@ -139,6 +134,7 @@ class MultiSteps(FusedTransformation):
             )
             return FullResult(params, new, result.norms)
 
+        init = functools.partial(_with_placed_sums, theirs.init)
         self = super().__new__(cls, init, theirs.update, _step_of(full_step))
         self.full_step, self.inner_opt = full_step, opt
         return self
@@ -232,6 +228,12 @@ def apply_if_finite(
     tx = FusedTransformation(theirs.init, theirs.update, _step_of(full_step))
     tx.full_step = full_step
     return tx
+
+
+def _with_placed_sums(init: Callable[[Params], Any], params: Params) -> optax.MultiStepsState:
+    """The state of optax's ``init``, whose sums are sharded like params, also under ``jax.jit``."""
+    state = init(params)
+    return state._replace(acc_grads=jax.tree.map(trees.placed_like, params, state.acc_grads))
 
 
 def _added(acc: Grads, grads: Grads, n: Any) -> Any:
