@@ -5,9 +5,9 @@
 // "ready" of all devices, and records "sent". A wait lets the stream of the program wait for "sent"
 // of all devices. No device waits on the host but for that threads have enqueued their copies.
 //
-// Every device sends to the next one first, then to the one after it, and so on: all links are busy
-// and each device receives from one at a time, if all begin together. So copies begin when the
-// copies before them are done on all devices.
+// Every device sends to the next one first, then to the one after it, and so on. If all begin
+// together, each receives from one at a time, at the speed of its link. In one process, copies
+// therefore begin when those before them are done on all devices.
 //
 // An event is recorded again only when its job has gone, so after all devices have enqueued their
 // waits for it, or after its copies are done.

@@ -48,8 +48,7 @@ def make_cases(tree, num_devices):
 
         return call
 
-    def whole_step(**policy):
-        policy = jda.MixedPrecisionPolicy(**policy)
+    def whole_step(policy):
         tx = jda.distributed(jda.fused_adamw(1e-4), mesh=mesh, max_grad_norm=1.0, policy=policy)
         loss = lambda p, x: sum(jnp.sum(v.astype(jnp.float32)) for v in p.values()) * jnp.mean(x)  # noqa: E731
         step = jda.train_step(loss, tx)
@@ -78,10 +77,10 @@ def make_cases(tree, num_devices):
         grads, mine = copy(params), copy(params)
         return stepper(lambda p, s: step(grads, p, s), mine, jax.jit(tx.init)(mine))
 
-    sums = dict(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32)
+    sums = jda.MixedPrecisionPolicy(grad_comm_dtype=jnp.bfloat16, grad_reduce_dtype=jnp.float32)
     return {
-        "train_step": whole_step,
-        "train_step, float32 sums": lambda: whole_step(**sums),
+        "train_step": lambda: whole_step(jda.MixedPrecisionPolicy()),
+        "train_step, float32 sums": lambda: whole_step(sums),
         "step in a shard_map": own_step,
         "fused_adamw": plain_step,
     }
@@ -95,11 +94,11 @@ def measure(package, tree, num_devices, cases):
     import jdistadam
 
     assert pathlib.Path(jdistadam.__file__).is_relative_to(pathlib.Path(package).resolve())
-    found = {}
-    for name, make in make_cases(tree, num_devices or len(jax.devices())).items():
-        if cases and name not in cases:
-            continue
-        call = make()
+    found, made = {}, make_cases(tree, num_devices or len(jax.devices()))
+    if unknown := set(cases or ()) - made.keys():
+        sys.exit(f"no such cases: {sorted(unknown)}; there are {list(made)}")
+    for name in cases or made:
+        call = made[name]()
         for _ in range(5):
             jax.block_until_ready(call())
         hosts, walls = [], []
