@@ -5,8 +5,24 @@
 
 namespace jdistadam {
 
-// Sums the lanes in halves, `kPerThread` lanes per thread, until the first holds the total; valid
-// only in thread 0.
+// Sums 32 * kPerThread lanes in halves, `kPerThread` neighbours per thread of a warp; valid only in
+// its first thread.
+template <int kPerThread>
+__device__ __forceinline__ float SumLanesOfWarp(float (&lanes)[kPerThread]) {
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) lanes[k] += __shfl_down_sync(0xffffffffu, lanes[k], half);
+  }
+#pragma unroll
+  for (int half = kPerThread / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  return lanes[0];
+}
+
+// Sums all lanes in halves, `kPerThread` neighbours per thread of a block; valid only in thread 0.
 template <int kPerThread>
 __device__ float SumLanes(float (&lanes)[kPerThread]) {
   __shared__ float shared[kNormLanes];
@@ -22,17 +38,7 @@ __device__ float SumLanes(float (&lanes)[kPerThread]) {
     }
     __syncthreads();
   }
-#pragma unroll
-  for (int half = 16; half > 0; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < kPerThread; ++k) lanes[k] += __shfl_down_sync(0xffffffffu, lanes[k], half);
-  }
-#pragma unroll
-  for (int half = kPerThread / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-  }
-  return lanes[0];
+  return SumLanesOfWarp(lanes);
 }
 
 }  // namespace jdistadam

@@ -1,4 +1,4 @@
-// The global norm on a CUDA device: each block sums one tile, then one block sums all tiles.
+// The global norm on a CUDA device: each warp sums one tile, then one block sums all tiles.
 //
 // traffic   one read of the gradients; and 16 bytes per tile of kNormTile elements.
 // order     as in norm.h: no atomics; the result does not depend on when a block runs.
@@ -12,50 +12,71 @@ namespace jdistadam {
 namespace {
 
 constexpr int kVector = 4;
-constexpr int kThreads = kNormLanes / kVector;  // of a tile: thread t owns lanes 4 t ... 4 t + 3
-constexpr int kRows = kNormTile / kNormLanes;
+constexpr int kWarps = 4;  // of a block; each sums a tile
+constexpr int kRow = 32 * kVector;  // elements of a load; thread t owns 4 t ... 4 t + 3 of them
+constexpr int kRows = kNormLanes / kRow;
 constexpr int kFinalThreads = kNormLanes;
 
-template <Dtype kDtype>
-__device__ __forceinline__ void LoadRow(const NormLeaf& leaf, size_t i, bool aligned,
-                                        float (&x)[kVector]) {
-  if (aligned && i + kVector <= leaf.size) {
-    Widen(LoadVector<kVector>(leaf.grad, kDtype, i), kDtype, x);
-    return;
+// One vector of gradients times inv_scale; zeros beyond the leaf, where 0 * inf would be NaN.
+template <Dtype kDtype, bool kIsWhole>
+__device__ __forceinline__ void LoadScaled(const NormLeaf& leaf, size_t i, float inv_scale,
+                                           float (&g)[kVector]) {
+  if constexpr (kIsWhole) Widen(LoadVector<kVector>(leaf.grad, kDtype, i), kDtype, g);
+#pragma unroll
+  for (int k = 0; k < kVector; ++k) {
+    if constexpr (!kIsWhole) g[k] = i + k < leaf.size ? LoadOne(leaf.grad, kDtype, i + k) : 0.0f;
+    g[k] = kIsWhole || i + k < leaf.size ? g[k] * inv_scale : 0.0f;
+  }
+}
+
+// Sums the tile that begins at element `begin`; valid only in the first thread of a warp.
+template <Dtype kDtype, bool kIsWhole>
+__device__ __forceinline__ TileNorm SumTile(const NormLeaf& leaf, size_t begin, float inv_scale) {
+  float lanes[kRows][kVector] = {};
+  float nan_if_not_finite = 0.0f;
+#pragma unroll(kIsWhole ? kNormTile / kNormLanes : 1)
+  for (int first = 0; first < kNormTile; first += kNormLanes) {
+    float g[kRows][kVector];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const size_t i = begin + first + row * kRow + threadIdx.x % 32 * kVector;
+      LoadScaled<kDtype, kIsWhole>(leaf, i, inv_scale, g[row]);
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        nan_if_not_finite = fmaf(g[row][k], 0.0f, nan_if_not_finite);
+        lanes[row][k] += g[row][k] * g[row][k];
+      }
+    }
   }
 #pragma unroll
-  for (int k = 0; k < kVector; ++k)
-    x[k] = i + k < leaf.size ? LoadOne(leaf.grad, kDtype, i + k) : 0;
+  for (int half = kRows / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int row = 0; row < half; ++row) {
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) lanes[row][k] += lanes[row + half][k];
+    }
+  }
+  const bool found_inf = __any_sync(0xffffffffu, nan_if_not_finite != nan_if_not_finite);
+  return {SumLanesOfWarp(lanes[0]), found_inf};
 }
 
 template <Dtype kDtype, int kCapacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(32 * kWarps, 8)
     TileKernel(const __grid_constant__ LeafTable<NormLeaf, kCapacity> table,
                const float* inv_scale_pointer, TileNorm* tiles) {
-  const TileIndex index = FindTile(table, blockIdx.x);
+  const uint32_t tile = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (tile >= table.end[table.count - 1]) return;
+  const TileIndex index = FindTile(table, tile);
   const NormLeaf& leaf = table.leaves[index.leaf];
-  const size_t begin = size_t{index.tile} * kNormTile + threadIdx.x * kVector;
-  const bool aligned = IsAligned<kVector>(leaf.grad, kDtype);
-  float x[kRows][kVector], lanes[kVector] = {};
-#pragma unroll
-  for (int row = 0; row < kRows; ++row)
-    LoadRow<kDtype>(leaf, begin + row * kNormLanes, aligned, x[row]);
+  const size_t begin = size_t{index.tile} * kNormTile;
   const float inv_scale = *inv_scale_pointer;
-  bool finite = true;
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      // skip elements beyond the leaf: 0 * inf is NaN
-      const bool inside = begin + row * kNormLanes + k < leaf.size;
-      const float g = inside ? x[row][k] * inv_scale : 0.0f;
-      finite &= IsFinite(g);
-      lanes[k] += g * g;
-    }
-  }
-  const bool found_inf = __syncthreads_or(!finite);
-  const float sum = SumLanes(lanes);
-  if (threadIdx.x == 0) tiles[leaf.first_tile + index.tile] = {sum, found_inf};
+  const bool is_whole = begin + kNormTile <= leaf.size && IsAligned<kVector>(leaf.grad, kDtype);
+  const TileNorm sum = is_whole ? SumTile<kDtype, true>(leaf, begin, inv_scale)
+                                : SumTile<kDtype, false>(leaf, begin, inv_scale);
+  if (threadIdx.x % 32 == 0) tiles[leaf.first_tile + index.tile] = sum;
 }
 
 __global__ void __launch_bounds__(kFinalThreads) FinalKernel(const NormCall call) {
@@ -77,7 +98,8 @@ __global__ void __launch_bounds__(kFinalThreads) FinalKernel(const NormCall call
 template <Dtype kDtype>
 cudaError_t Launch(const NormTilesCall& call, cudaStream_t stream) {
   return ForEachTable<NormLeaf>(call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
-    TileKernel<kDtype><<<tiles, kThreads, 0, stream>>>(table, call.inv_scale, call.tiles);
+    const uint32_t blocks = (tiles + kWarps - 1) / kWarps;
+    TileKernel<kDtype><<<blocks, 32 * kWarps, 0, stream>>>(table, call.inv_scale, call.tiles);
   });
 }
 
