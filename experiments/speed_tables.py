@@ -74,10 +74,15 @@ def sharded_state() -> str:
 ZERO3 = "optim_grads_params"
 ONCE = f"{ZERO3}+gathered_once+float32sum+whole_6"
 CLIPPED = (  # record, GPUs
-    ("clipped_one_gpu", "1"),
-    ("clipped_two_gpus", "2"),
-    ("clipped", "4"),
-    ("clipped_four_processes", "4 in 4 processes"),
+    ("h100_x4/clipped_one_gpu", "1"),
+    ("h100_x4/clipped_two_gpus", "2"),
+    ("h100_x4/clipped", "4"),
+    ("h100_x4/clipped_four_processes", "4 in 4 processes"),
+)
+CLIPPED_H200 = (
+    ("h200/clipped", "1"),
+    ("h200_x2/clipped", "2"),
+    ("h200_x2/clipped_two_processes", "2 in 2 processes"),
 )
 OF_STEPS = {  # variants without "+clip", and their names
     "floor": "no optimizer",
@@ -98,10 +103,10 @@ def _variant(name) -> str:
 
 
 def clipped_steps(record) -> dict[str, dict[str, dict]]:
-    """Rows of a record on H100s of one host, by workload and variant without "+clip"."""
+    """Rows of a record by workload and variant without "+clip"."""
     found = {}
     for group in ("unrolled-8", "unrolled-1"):
-        rows = group_rows(f"bench_step/h100_x4/{record}", group)
+        rows = group_rows(f"bench_step/{record}", group)
         found[group] = {_variant(name): row for name, row in rows.items()}
     return found
 
@@ -141,15 +146,15 @@ def gains() -> str:
     """
     table = []
     for rival, key, name in (
-        ("annotated", "ratio_to_floor", "`optax.adamw`, annotations"),
+        ("annotated", "ratio_to_floor", "annotations"),
         ("torch_fsdp2", "ms", "torch FSDP2"),
     ):
-        for record, gpus in CLIPPED:
+        for record, gpus in CLIPPED + CLIPPED_H200:
             of_groups = clipped_steps(record).values()
             if all(has(rows, rival) for rows in of_groups):
                 pairs = [(fastest(rows, rival), fastest(rows, "optim")) for rows in of_groups]
                 cells = (f"{100 * (other[key] / ours[key] - 1):+.1f} %" for other, ours in pairs)
-                table.append((gpus, name, *cells))
+                table.append((f"{record[:4].upper()}: {gpus}", name, *cells))
     return markdown.table(("GPUs", "rival", "8 sequences", "1 sequence"), table)
 
 
@@ -420,7 +425,8 @@ def gain(record, group, variant) -> str:
 def headline() -> str:
     """The gains in time and in memory on four GPUs."""
     many, few = "unrolled-8", "unrolled-1"
-    best, optim = ("clipped_four_processes", ONCE), ("clipped", "optim+float32sum")
+    best = ("h100_x4/clipped_four_processes", ONCE)
+    optim = ("h100_x4/clipped", "optim+float32sum")
     large = scanned_rows("large_model", "scanned-8")
     rival, ours = (large[x] for x in ("annotated_fsdp+first_dim", SCANNED_CODED))
     held, needed = (
@@ -429,7 +435,7 @@ def headline() -> str:
     )
     wide = f"{bytes_of_step(large[SCANNED_FLOAT32])[1] / 1e9:.1f}"
     more = f"{100 * (1 - ours['ms'] / rival['ms']):.1f} %"
-    folder = "experiments/results/bench_step/h100_x4"
+    folder = "experiments/results/bench_step"
     return (
         "- **Fast.** Four H100s train a GPT of 1.31e9 parameters on "
         f"**[{gain(best[0], many, best[1])} more tokens per second]({folder}/{best[0]}.json)** "
@@ -439,8 +445,9 @@ def headline() -> str:
         f"{gain(optim[0], few, optim[1])}. [All times and rivals](docs/benchmarks.md).\n"
         "- **Small.** With 8-bit moments and 16-bit remainders of main parameters (float32 master "
         "weights), each of four GPUs holds "
-        f"**[{held[0]} GB of a GPT of 6.7e9 parameters]({folder}/large_model.json)** between steps "
-        f"and needs {needed[0]} GB during a step ({wide} GB with a float32 state). `optax.adamw` "
+        f"**[{held[0]} GB of a GPT of 6.7e9 parameters]({folder}/h100_x4/large_model.json)** "
+        f"between steps and needs {needed[0]} GB during a step ({wide} GB with a float32 state). "
+        "`optax.adamw` "
         f"(float32 state, FSDP by `NamedSharding`) holds {held[1]} GB, needs {needed[1]} GB, and "
         f"has {more} fewer tokens per second. [Every way to save memory](docs/out_of_memory.md)."
     )
