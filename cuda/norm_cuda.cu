@@ -12,7 +12,7 @@ namespace jdistadam {
 namespace {
 
 constexpr int kVector = 4;
-constexpr int kWarps = 4;  // of a block; each sums a tile
+constexpr int kWarps = 4;           // of a block; each sums a tile
 constexpr int kRow = 32 * kVector;  // elements of a load; thread t owns 4 t ... 4 t + 3 of them
 constexpr int kRows = kNormLanes / kRow;
 constexpr int kFinalThreads = kNormLanes;
@@ -21,11 +21,12 @@ constexpr int kFinalThreads = kNormLanes;
 template <Dtype kDtype, bool kIsWhole>
 __device__ __forceinline__ void LoadScaled(const NormLeaf& leaf, size_t i, float inv_scale,
                                            float (&g)[kVector]) {
-  if constexpr (kIsWhole) Widen(LoadVector<kVector>(leaf.grad, kDtype, i), kDtype, g);
+  if (kIsWhole) Widen(LoadVector<kVector>(leaf.grad, kDtype, i), kDtype, g);
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    if constexpr (!kIsWhole) g[k] = i + k < leaf.size ? LoadOne(leaf.grad, kDtype, i + k) : 0.0f;
-    g[k] = kIsWhole || i + k < leaf.size ? g[k] * inv_scale : 0.0f;
+    const bool inside = kIsWhole || i + k < leaf.size;
+    if (!kIsWhole) g[k] = inside ? LoadOne(leaf.grad, kDtype, i + k) : 0.0f;
+    g[k] = inside ? g[k] * inv_scale : 0.0f;
   }
 }
 
