@@ -1,7 +1,7 @@
 // A step on parts of gradients on a CUDA device: one launch for many leaves (leaf_table.cuh).
 //
-// order     A block that takes the norm goes row by row through a tile of norm.h, so the norm of the
-//           sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
+// order     A block that takes the norm goes row by row through a tile of norm.h, so the norm of
+//           the sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
 // traffic   kStep, per element of the shard: the part of every device, main, mu and nu read and
 //           written, the new parameter written. The norm needs no further read.
 // loads     In a thread the loads of all operands come before the first use.
@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(kThreads)
   bool finite = true;
 #pragma unroll 1
   for (int row = 0; row < kRows<kWork>; ++row) {
-    const size_t i =
-        (size_t{index.tile} * kRows<kWork> + row) * kNormLanes + threadIdx.x * kVector;
+    const size_t i = (size_t{index.tile} * kRows<kWork> + row) * kNormLanes + threadIdx.x * kVector;
     if (i >= leaf.size) break;
     float sum[kVector] = {};
     if (aligned && i + kVector <= leaf.size) {
