@@ -1,7 +1,7 @@
 // A step on parts of gradients on a CUDA device: one launch for many leaves (leaf_table.cuh).
 //
-// order     A block that takes the norm goes row by row through a tile of norm.h, so the norm of
-//           the sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
+// order     A block takes one tile of the norm (norm.h) and goes through it row by row, so the norm
+//           of the sums is bitwise that of norm_cuda.cu; the sums are those of pairwise.h.
 // traffic   kStep, per element of the shard: the part of every device, main, mu and nu read and
 //           written, the new parameter written. The norm needs no further read.
 // loads     In a thread the loads of all operands come before the first use.
@@ -21,10 +21,7 @@ namespace {
 
 constexpr int kVector = 4;
 constexpr int kThreads = kNormLanes / kVector;
-
-// Rows of kNormLanes elements per block: one tile of the norm, where a call takes it.
-template <PartsWork kWork>
-constexpr int kRows = kWork == PartsWork::kStepOnSums ? 1 : kNormTile / kNormLanes;
+constexpr int kRows = kNormTile / kNormLanes;
 
 // How many leaves fit the parameters of a kernel. There is one capacity: a launch with a small
 // table is a few microseconds faster, but would double the number of kernels.
@@ -196,8 +193,8 @@ __global__ void __launch_bounds__(kThreads)
   float lanes[kVector] = {};
   bool finite = true;
 #pragma unroll 1
-  for (int row = 0; row < kRows<kWork>; ++row) {
-    const size_t i = (size_t{index.tile} * kRows<kWork> + row) * kNormLanes + threadIdx.x * kVector;
+  for (int row = 0; row < kRows; ++row) {
+    const size_t i = size_t{index.tile} * kNormTile + row * kNormLanes + threadIdx.x * kVector;
     if (i >= leaf.size) break;
     float sum[kVector] = {};
     if (aligned && i + kVector <= leaf.size) {
@@ -240,7 +237,7 @@ cudaError_t Launch(const PartsCall& call, cudaStream_t stream) {
                   call.norm_scale,
                   call.tiles};
   return ForEachTable<PartsLeaf, kCapacity, kCapacity>(
-      call.leaves, kRows<kWork> * kNormLanes, [&](const auto& table, uint32_t tiles) {
+      call.leaves, kNormTile, [&](const auto& table, uint32_t tiles) {
         PartsKernel<kCount, kWork, Types><<<tiles, kThreads, 0, stream>>>(table, step);
       });
 }
