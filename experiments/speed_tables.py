@@ -154,7 +154,8 @@ def gains() -> str:
             if all(has(rows, rival) for rows in of_groups):
                 pairs = [(fastest(rows, rival), fastest(rows, "optim")) for rows in of_groups]
                 cells = (f"{100 * (other[key] / ours[key] - 1):+.1f} %" for other, ours in pairs)
-                table.append((f"{record[:4].upper()}: {gpus}", name, *cells))
+                machine = record[:4].upper()
+                table.append((f"{machine}: {gpus}", name, *cells))
     return markdown.table(("GPUs", "rival", "8 sequences", "1 sequence"), table)
 
 
@@ -447,7 +448,7 @@ def headline() -> str:
         "weights), each of four GPUs holds "
         f"**[{held[0]} GB of a GPT of 6.7e9 parameters]({folder}/h100_x4/large_model.json)** "
         f"between steps and needs {needed[0]} GB during a step ({wide} GB with a float32 state). "
-        "`optax.adamw` "
-        f"(float32 state, FSDP by `NamedSharding`) holds {held[1]} GB, needs {needed[1]} GB, and "
-        f"has {more} fewer tokens per second. [Every way to save memory](docs/out_of_memory.md)."
+        f"`optax.adamw` (float32 state, FSDP by `NamedSharding`) holds {held[1]} GB, needs "
+        f"{needed[1]} GB, and has {more} fewer tokens per second. "
+        "[Every way to save memory](docs/out_of_memory.md)."
     )
