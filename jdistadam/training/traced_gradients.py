@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from jdistadam.core.trees import Params
 
@@ -56,7 +56,9 @@ def evaluate(
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         values = values_of(eqn.invars, known)
-        results = otherwise(eqn, values)
+        names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.set_name_stack(names):  # of operations in place of the equation
+            results = otherwise(eqn, values)
         if results is None:
             results = evaluate_one(jaxpr, eqn, values)
         known.update(zip(eqn.outvars, results, strict=True))

@@ -1,6 +1,7 @@
 """Kernel calls of a state in host memory run as soon as their gradients are known."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +212,21 @@ def test_rematerialized_operations_stay_behind_a_barrier(prevent_cse):
     text = jax.jit(early).lower(*args).as_text()
     assert text.count("optimization_barrier") == 2 * prevent_cse
     assert text.count("dot_general") == jax.jit(step).lower(*args).as_text().count("dot_general")
+
+
+@pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
+def test_operations_of_nested_functions_keep_their_names(wrapper):
+    """A profile tells the model's operations from the optimizer's by them."""
+
+    def step(w, x):
+        with jax.named_scope("model"):
+            layer = wrapper(lambda w, x: jnp.sin(x @ w) @ w)
+            return jax.value_and_grad(lambda w: jnp.sum(layer(w, layer(w, x))))(w)
+
+    early = with_early_updates(step, lag=math.inf)
+    text = jax.jit(early).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile().as_text()
+    names = re.findall(r'op_name="([^"]*dot_general)"', text)
+    assert names and all("model" in name for name in names), names
 
 
 def test_functions_without_products_give_the_same_results():
