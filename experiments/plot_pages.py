@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import CLIPPED, RESULTS, clipped_steps, fastest, has, of_host_runs
+from speed_tables import CLIPPED_FOUR, RESULTS, clipped_steps, fastest, has, of_host_runs
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
 
@@ -62,9 +62,10 @@ def throughput():
     """Tokens per second on 1, 2 and 4 GPUs, beside the forward and backward pass alone."""
     figure, both = plt.subplots(1, 2, figsize=(10, 4.1), layout="constrained")
     groups = {"unrolled-8": "8 sequences per GPU", "unrolled-1": "1 sequence per GPU"}
+    records = ["h100_x4/clipped_one_gpu", "h100_x4/clipped_two_gpus", *dict(CLIPPED_FOUR)]
     counts = ["1 GPU", "2 GPUs", "4 GPUs,\n1 process", "4 GPUs,\n4 processes"]
     for axes, (group, title) in zip(both, groups.items(), strict=True):
-        steps = [clipped_steps(record)[group] for record, _ in CLIPPED]
+        steps = [clipped_steps(record)[group] for record in records]
         for kind, (prefix, (label, color)) in enumerate(THROUGHPUT.items()):
             shown = [(i, rows) for i, rows in enumerate(steps) if has(rows, prefix)]
             places = [i + 0.27 * (kind - 1) for i, _ in shown]

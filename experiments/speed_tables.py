@@ -74,15 +74,13 @@ def sharded_state() -> str:
 ZERO3 = "optim_grads_params"
 ONCE = f"{ZERO3}+gathered_once+float32sum+whole_6"
 CLIPPED = (  # record, GPUs
-    ("h100_x4/clipped_one_gpu", "1"),
-    ("h100_x4/clipped_two_gpus", "2"),
-    ("h100_x4/clipped", "4"),
-    ("h100_x4/clipped_four_processes", "4 in 4 processes"),
-)
-CLIPPED_H200 = (
     ("h200/clipped", "1"),
     ("h200_x2/clipped", "2"),
-    ("h200_x2/clipped_two_processes", "2 in 2 processes"),
+    ("h200_x2/clipped_two_processes", "2 (2 processes)"),
+)
+CLIPPED_FOUR = (
+    ("h100_x4/clipped", "4"),
+    ("h100_x4/clipped_four_processes", "4 (4 processes)"),
 )
 OF_STEPS = {  # variants without "+clip", and their names
     "floor": "no optimizer",
@@ -127,10 +125,10 @@ def _clipped_cells(of_groups, variant) -> list[str]:
     return [*cells, f"{bytes_of_step(of_groups['unrolled-8'][variant])[1] / 1e9:.1f}"]
 
 
-def clipped() -> str:
-    """One line for each way to step on 1, 2 and 4 GPUs."""
+def clipped(records) -> str:
+    """One line for each way to step on some GPUs."""
     table = []
-    for record, gpus in CLIPPED:
+    for record, gpus in records:
         of_groups = clipped_steps(record)
         for variant, name in OF_STEPS.items():
             if all(variant in rows for rows in of_groups.values()):
@@ -149,7 +147,7 @@ def gains() -> str:
         ("annotated", "ratio_to_floor", "annotations"),
         ("torch_fsdp2", "ms", "torch FSDP2"),
     ):
-        for record, gpus in CLIPPED + CLIPPED_H200:
+        for record, gpus in CLIPPED + CLIPPED_FOUR:
             of_groups = clipped_steps(record).values()
             if all(has(rows, rival) for rows in of_groups):
                 pairs = [(fastest(rows, rival), fastest(rows, "optim")) for rows in of_groups]
