@@ -39,6 +39,7 @@ from jdistadam.training.train_step import check_program, options_for
 class EvalProgram:
     """An evaluation as a function ``(state, batch) -> (loss, aux)``, not jitted."""
 
+    __name__ = "eval_step"  # of the compiled program
     tx: DistributedTransformation
     loss_function: LossFunction
     batch_spec: P

@@ -48,6 +48,7 @@ class StepOptions:
 class StepProgram:
     """A training step as a function ``(state, batch) -> (state, metrics)``, not jitted."""
 
+    __name__ = "train_step"  # of the compiled program
     tx: DistributedTransformation
     loss_function: LossFunction
     options: StepOptions
@@ -171,14 +172,14 @@ class Leaves:
 def flattened(step: Any) -> Any:
     """A step of a train state whose params are flattened in arguments and results."""
 
-    def flat_step(state: Any, batch: Any) -> tuple[Any, Any]:
+    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
         treedef = state.params.treedef
         whole = treedef.unflatten(state.params.leaves)
         new, metrics = step(dataclasses.replace(state, params=whole), batch)
         params = Leaves(jax.tree.leaves(new.params), treedef)
         return dataclasses.replace(new, params=params), metrics
 
-    return flat_step
+    return train_step
 
 
 _INJECTED = optax.InjectStatefulHyperparamsState  # the state of ``inject_hyperparams``

@@ -97,6 +97,19 @@ def test_eval_shape_and_make_jaxpr_accept_a_step(cpu_mesh):
     assert "jdistadam" in str(jax.make_jaxpr(step)(state, batches[0]))
 
 
+def test_compiled_programs_have_the_names_of_the_functions(cpu_mesh, caplog):
+    """Profiles, and errors for lack of memory, name them."""
+    step, state, batches = made(cpu_mesh)
+    evaluate = jda.eval_step(loss, step.tx)
+    assert "@jit_train_step" in step.lower(state, batches[0]).as_text()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        state, _ = step(state, batches[0])
+        evaluate(state, batches[0])
+    compiled = [text for text in caplog.messages if "Finished XLA compilation of" in text]
+    for name in ("jit(train_step)", "jit(eval_step)"):
+        assert any(name in text for text in compiled), compiled
+
+
 def test_given_compiler_options_override_chosen_ones(cpu_mesh, h200s):
     step, *_ = made(cpu_mesh)
     assert step.compiler_options == {}
