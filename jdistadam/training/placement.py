@@ -58,7 +58,7 @@ def _copies(arrays: Sequence[Any], kinds: tuple[Any, ...]) -> list[Any]:
     return [one(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
 
 
-def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
+def is_at(x: Any, place: Any, *, exactly: bool) -> bool:
     """Whether an array is placed as required.
 
     Args:
