@@ -6,46 +6,32 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "ffi_backend.h"
 
 namespace jdistadam {
 
-// Called by the handlers, which are defined next to the code that reads their operands.
-
 static Threads ThreadsOf(ffi::ThreadPool& pool) {
   return {int(pool.num_threads()),
           [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
-static ffi::Error Run(ffi::ThreadPool& pool, const AdamCall& call) {
-  AdamCpu(call, ThreadsOf(pool));
-  return ffi::Error::Success();
-}
+template <typename Call>
+using Kernel = void (*)(const Call&, const Threads&);
 
-static ffi::Error Run(ffi::ThreadPool& pool, const QuantizedCall& call) {
-  QuantizedCpu(call, ThreadsOf(pool));
-  return ffi::Error::Success();
-}
+static constexpr std::tuple kKernels{&AdamCpu, &QuantizedCpu, &NormTilesCpu, &PartsCpu, &SumCpu};
 
-static ffi::Error Run(ffi::ThreadPool& pool, const NormTilesCall& call) {
-  NormTilesCpu(call, ThreadsOf(pool));
+// Called by the handlers, which are defined next to the code that reads their operands.
+template <typename Call>
+static ffi::Error Run(ffi::ThreadPool& pool, const Call& call) {
+  std::get<Kernel<Call>>(kKernels)(call, ThreadsOf(pool));
   return ffi::Error::Success();
 }
 
 static ffi::Error Run(ffi::ThreadPool&, const NormCall& call) {
   NormCpu(call);
-  return ffi::Error::Success();
-}
-
-static ffi::Error Run(ffi::ThreadPool& pool, const PartsCall& call) {
-  PartsCpu(call, ThreadsOf(pool));
-  return ffi::Error::Success();
-}
-
-static ffi::Error Run(ffi::ThreadPool& pool, const SumCall& call) {
-  SumCpu(call, ThreadsOf(pool));
   return ffi::Error::Success();
 }
 

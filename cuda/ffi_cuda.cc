@@ -1,6 +1,7 @@
 // The XLA FFI handlers of the CUDA kernels.
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "ffi_backend.h"
 #include "host_copy_cuda.h"
@@ -20,30 +21,16 @@ static ffi::Error LaunchError(cudaError_t status) {
                    : ""));
 }
 
+template <typename Call>
+using Kernel = cudaError_t (*)(const Call&, cudaStream_t);
+
+static constexpr std::tuple kKernels{&AdamCuda, &QuantizedCuda, &NormTilesCuda,
+                                     &NormCuda, &PartsCuda,     &SumCuda};
+
 // Called by the handlers, which are defined next to the code that reads their operands.
-
-static ffi::Error Run(cudaStream_t stream, const AdamCall& call) {
-  return LaunchError(AdamCuda(call, stream));
-}
-
-static ffi::Error Run(cudaStream_t stream, const QuantizedCall& call) {
-  return LaunchError(QuantizedCuda(call, stream));
-}
-
-static ffi::Error Run(cudaStream_t stream, const NormTilesCall& call) {
-  return LaunchError(NormTilesCuda(call, stream));
-}
-
-static ffi::Error Run(cudaStream_t stream, const NormCall& call) {
-  return LaunchError(NormCuda(call, stream));
-}
-
-static ffi::Error Run(cudaStream_t stream, const PartsCall& call) {
-  return LaunchError(PartsCuda(call, stream));
-}
-
-static ffi::Error Run(cudaStream_t stream, const SumCall& call) {
-  return LaunchError(SumCuda(call, stream));
+template <typename Call>
+static ffi::Error Run(cudaStream_t stream, const Call& call) {
+  return LaunchError(std::get<Kernel<Call>>(kKernels)(call, stream));
 }
 
 static ffi::Error StartHostCopy(cudaStream_t stream, const HostCopy& copy, int32_t ordinal) {

@@ -8,7 +8,6 @@ process, on one host. Each runs several times in the same process; the first run
 of the folder alone is measured before.
 """
 
-import argparse
 import ctypes
 import gc
 import json
@@ -21,11 +20,11 @@ import tempfile
 import time
 from concurrent import futures
 
+from lm import command_line
+
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--devices", type=int, default=8)
     add("--layers", type=int, default=8, help="of a GPT; so there are 67.7 million parameters")
@@ -33,7 +32,6 @@ def parse_args():
     add("--repeats", type=int, default=4)
     add("--folder", default="/dev/shm", help="where to write; the default is memory")
     add("--strategy", default="optim")
-    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, required=True)
     add(
         "--part",

@@ -19,7 +19,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lm import report
+from lm import command_line, report
 
 import jdistadam as jda
 from jdistadam.distributed import calls, host_memory
@@ -114,12 +114,9 @@ def in_process(row, width, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_host_memory.json"))
-    add("--revision", help="revision of the code to record; default: git's")
     add("--width", type=int, default=4096, help="of the leaves")
     add("--steps", type=int, default=5)
     add("--row", type=json.loads, help=argparse.SUPPRESS)
@@ -131,7 +128,6 @@ def main():
     for row in ROWS:
         found.append(in_process(row, args.width, args.steps))
         print(json.dumps(found[-1]), flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         report.write_run(args.out, args.revision, rows=found)
     sums = {}
     for row in found:

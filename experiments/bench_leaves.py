@@ -8,7 +8,6 @@ first time includes all compilation. "distributed" is a state on virtual CPU dev
 with orbax alone, without our names, checksums and batches.
 """
 
-import argparse
 import json
 import pathlib
 import shutil
@@ -17,15 +16,15 @@ import sys
 import tempfile
 import time
 
+from lm import command_line
+
 ROWS = ("distributed", "plain", "orbax")
 SHAPES = ((64,), (64, 64), (96,), (64, 32))
 LARGE = (512, 256)  # one leaf in a hundred
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--devices", type=int, default=8)
     add("--leaves", type=int, nargs="+", default=[500, 2000, 10_000])
@@ -33,7 +32,6 @@ def parse_args():
     add("--repeats", type=int, default=2, help="the first of them compiles")
     add("--limit", type=int, default=600, help="seconds after which a row is given up")
     add("--folder", default="/dev/shm", help="where to write; the default is memory")
-    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, required=True)
     add("--part", choices=ROWS, help="run one row and print its results as lines of JSON")
     return parser.parse_args()

@@ -11,7 +11,6 @@ ways start with the same parameters and tokens, and are timed in turn; the losse
 steps are recorded.
 """
 
-import argparse
 import ast
 import contextlib
 import importlib.abc
@@ -26,7 +25,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lm import power, report
+from lm import command_line, power, report
 
 PLACEHOLDERS = ("tensorflow", "tensorflow_datasets", "clu", "ml_collections", "absl")
 PLACEHOLDERS += ("input_pipeline", "tokenizer")
@@ -141,14 +140,11 @@ class Way:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--code", type=pathlib.Path, required=True, help="flax/examples/lm1b")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for CPU")
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/lm1b.json"))
     args = parser.parse_args()
     sys.meta_path.insert(0, Placeholders())

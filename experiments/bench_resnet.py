@@ -10,7 +10,6 @@ median, the fastest and the slowest round are recorded. The record of 33c67cf ha
 with parameters in the layouts that the compiler prefers.
 """
 
-import argparse
 import pathlib
 import statistics
 import time
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from lm import report
+from lm import command_line, report
 from vision import resnet
 
 import jdistadam as jda
@@ -80,15 +79,12 @@ def timed(program, batch, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--preset", choices=resnet.PRESETS, default="resnet50")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10, help="of each program in a round")
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     args = parser.parse_args()
     config = resnet.PRESETS[args.preset]
     model = resnet.ResNet(config, jnp.bfloat16)

@@ -16,7 +16,6 @@ phases (step_bench/trace.py), compared with those predicted from bytes and bandw
 (step_bench/budget.py).
 """
 
-import argparse
 import os
 import pathlib
 import subprocess
@@ -27,16 +26,14 @@ import time
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from lm import power, processes, report
+from lm import command_line, power, processes, report
 from plan_against_compiler import h200s
 from step_bench import budget, chart, model, rows, tables
 from step_bench.group import Group, memory_limit, peak_bytes
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--rows", default="unrolled-8/*", help="names or patterns of rows, by commas")
     add("--list", action="store_true", help="print the known rows")
@@ -53,7 +50,6 @@ def arguments():
     add("--torch", nargs="?", const="", help="time torch's FSDP2 too, first; names of variants")
     add("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs that are there")
     add("--compile-only", type=int, metavar="N", help="compile for N H200s, of which none need be")
-    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_step.json"))
     return parser.parse_args()
 

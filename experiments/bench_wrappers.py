@@ -13,7 +13,6 @@ medians of the rounds, per call. Each row's parameters after eight calls are com
 the group's "optax" as step_bench/check.py does.
 """
 
-import argparse
 import contextlib
 import functools
 import os
@@ -27,7 +26,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm import power, report
+from lm import command_line, power, report
 from step_bench import check, model
 from step_bench.variants import CHECKED_LEARNING_RATE, HYPER, bfloat16
 
@@ -125,12 +124,9 @@ class Row:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--size", choices=model.SIZES, help="default: gpt-1.3b on a GPU, else tiny")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("runs/bench_wrappers.json")
     )

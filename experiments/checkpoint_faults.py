@@ -6,7 +6,6 @@
 part is not read. Anything else ends the script. The cases are those of tests/checkpoint.
 """
 
-import argparse
 import pathlib
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lm import report
+from lm import command_line, report
 
 import jdistadam as jda
 
@@ -71,12 +70,9 @@ def flipped(data, rng):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--flips", type=int, default=200, help="in the data, and as many elsewhere")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
     rng = np.random.default_rng(1)

@@ -10,7 +10,6 @@ steps all three must have the same bits. Seconds of save and restore are compare
 plain files in the same folder, written and synchronised by several threads.
 """
 
-import argparse
 import os
 import pathlib
 import shutil
@@ -23,22 +22,19 @@ import bench_checkpoint
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lm import report
+from lm import command_line, report
 
 import jdistadam as jda
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--layers", type=int, default=48)
     add("--width", type=int, default=1600)
     add("--steps", type=int, default=20, help="after the restore")
     add("--repeats", type=int, default=3, help="of saves and restores; the first compiles")
     add("--folder", help="where to write; default: that of temporary files")
-    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, required=True)
     return parser.parse_args()
 

@@ -179,7 +179,6 @@ def main():
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     from lm import report
 
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     report.write_run(args.out, args.revision, tree=args.tree, rows=rows, rounds=rounds)
     print(f"{'':<32} {'':<5} {'old us':>10} {'new us':>10}   new / old: least, median, greatest")
     for row in rows:

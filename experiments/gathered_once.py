@@ -8,12 +8,11 @@ sequences on blocks are rematerialized in the backward pass. A gather counts as 
 instructions run between its start and its end.
 """
 
-import argparse
 import pathlib
 
 import jax
 from jax.sharding import Mesh
-from lm import report
+from lm import command_line, report
 from plan_against_compiler import h200s
 from step_bench import model, variants
 
@@ -49,11 +48,8 @@ def compile_row(mesh, workload, strategy, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     args = parser.parse_args()
     mesh = Mesh(h200s((1, 8)).devices.reshape(-1), ("data",))
     rows = []

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from lm import report
+from lm import command_line, report
 from plan_against_compiler import h200s
 from step_bench import model
 
@@ -193,9 +193,7 @@ def in_process(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--rows", default=ROWS, help="names, by commas")
     add("--width", type=int, default=4096)
@@ -203,7 +201,6 @@ def main():
     add("--steps", type=int, default=3, help="timed steps")
     add("--attention", choices=("cudnn", "xla"), default="cudnn")
     add("--compile-only", action="store_true", help="bytes by the compiler, for an H200")
-    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/largest_model.json"))
     add("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -216,7 +213,6 @@ def main():
         size = {"name": name, "parameters": sum(x.size for x in shapes)}
         found.append(size | in_process(name))
         print(json.dumps(found[-1]), flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         report.write_run(args.out, args.revision, sequences=args.sequences, rows=found)
 
 

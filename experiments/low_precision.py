@@ -10,7 +10,6 @@ its second moments have 8 bits of their square root, so small ones become zero. 
 starts from other last bits shows the difference between equivalent runs.
 """
 
-import argparse
 import dataclasses
 import functools
 import pathlib
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from lm import corpus, gpt, markdown, report
+from lm import command_line, corpus, gpt, markdown, report
 
 import jdistadam as jda
 
@@ -145,9 +144,7 @@ def table(run):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--preset", choices=gpt.PRESETS, default="tiny")
     for name in ("layers", "width", "length", "batch"):
         parser.add_argument(f"--{name}", type=int, help="in place of the preset's")
@@ -156,7 +153,6 @@ def main():
     parser.add_argument("--evaluations", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--b2", type=float, default=0.99)
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/low_precision.json"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@
 Needs no GPU: JAX's CUDA plugin compiles for devices described in tests/support/h200.txtpb.
 """
 
-import argparse
 import itertools
 import math
 import pathlib
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
-from lm import report
+from lm import command_line, report
 from tqdm import tqdm
 
 import jdistadam as jda
@@ -115,11 +114,8 @@ def step_alone(tx, state, compiler_options=None):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--tree", choices=bench.TREES, default="gpt2s")
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/plan_h200.json"))
     args = parser.parse_args()
     params = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in bench.TREES[args.tree].items()}
@@ -127,7 +123,6 @@ def main():
     for mesh, strategy, policy in tqdm([*itertools.product(MESHES, STRATEGIES, POLICIES)]):
         row = compare(params, h200s(MESHES[mesh]), strategy, POLICIES[policy])
         rows.append({"mesh": mesh, "strategy": strategy, "policy": policy} | row)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     report.write_run(args.out, args.revision, tree=args.tree, rows=rows)
 
 

@@ -6,7 +6,6 @@ Each row is its own process, because the allocator's peak cannot be reset: it ma
 gradients in place, so that only the step can set the peak, and takes three steps.
 """
 
-import argparse
 import concurrent.futures
 import itertools
 import json
@@ -17,7 +16,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from lm import report
+from lm import command_line, report
 from plan_against_compiler import POLICIES, STRATEGIES, make_tx, step_alone
 from tqdm import tqdm
 
@@ -71,14 +70,11 @@ def measure_in_a_process(tree, strategy, policy):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--tree", choices=bench.TREES, default="gpt2s")
     parser.add_argument("--row", nargs=2, metavar=("STRATEGY", "POLICY"), help="print one row")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--jobs", type=int, default=4, help="rows at a time, at most 12")
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/plan_memory.json"))
     args = parser.parse_args()
     if args.row:
@@ -88,7 +84,6 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         futures = [pool.submit(measure_in_a_process, args.tree, *case) for case in cases]
         rows = [future.result() for future in tqdm(futures)]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     report.write_run(args.out, args.revision, tree=args.tree, rows=rows)
     for row in rows:
         print(

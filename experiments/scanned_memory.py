@@ -12,7 +12,6 @@ axis, also with annotations of the model's activations. "model_axes": on 4 x 2 d
 hidden units split over pairs.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm import gpt, report
+from lm import command_line, gpt, report
 from plan_against_compiler import h200s
 from step_bench.rows import merging
 from step_bench.variants import AnnotatedUpdate
@@ -169,12 +168,9 @@ def axes_of(c, mesh):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(__doc__)
     parser.add_argument("--preset", choices=gpt.PRESETS, default="gpt-1.3b")
     parser.add_argument("--rows", choices=ROWS, default="scanned")
-    parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/scanned_h200.json"))
     args = parser.parse_args()
     config, rows = gpt.PRESETS[args.preset], []

@@ -17,6 +17,7 @@ only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -133,12 +134,26 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-def text_within(client: Any, key: str, seconds: int) -> str | None:
-    """Waits for a text in the key-value store; None if it does not come in time."""
-    try:
-        found: str = client.blocking_key_value_get(key, 1000 * seconds)
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
-    return found
+class KeyValueStore:
+    """JSON values that processes tell each other, by name, through a coordination client."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client, self._prefix = client, prefix
+
+    def put(self, name: str, value: Any) -> None:
+        """Stores a value for all processes."""
+        self._client.key_value_set(f"{self._prefix}/{name}", json.dumps(value))
+
+    def take(self, name: str, seconds: int) -> Any:
+        """Waits for a value; None if it does not come in time."""
+        try:
+            text = self._client.blocking_key_value_get(f"{self._prefix}/{name}", 1000 * seconds)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+        return json.loads(text)
+
+    def delete(self) -> None:
+        """Deletes all values."""
+        self._client.key_value_delete(self._prefix + "/")

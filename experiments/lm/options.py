@@ -1,22 +1,19 @@
 """The options of train_lm.py, and values derived from them."""
 
-import argparse
 import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
 
-from lm import gpt
+from lm import command_line, gpt
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def parse(description, argv=None):
     """Returns the options."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser(description)
     for add_options in (_add_model, _add_sharding, _add_dtypes, _add_training, _add_run):
         add_options(parser.add_argument)
     return parser.parse_args(argv)
@@ -128,7 +125,6 @@ def _add_run(add):
     add("--distributed", nargs="?", const="auto", help="be one of several processes")
     add("--evals", type=int, default=10, help="how often to compute the validation loss")
     add("--seed", type=int, default=0)
-    add("--revision", help="revision of the code to record; default: git's")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     add("--tensorboard", type=pathlib.Path, help="folder for files that TensorBoard shows")
     add("--save-every", type=int, help="steps between checkpoints, in OUT/checkpoints")

@@ -41,7 +41,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 _MAX_BITS = 10_000  # of an extra integer: Python converts no texts of more than 4,300 digits
 
 
-def contents_of(state: Any, tx: Any, extra: Extra | None = None) -> Contents:
+def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
     """Returns the contents of a checkpoint of a state and an extra tree; makes no large array yet.
 
     Raises TreeError or LayoutError for a state that cannot be saved, or not with this ``tx``.

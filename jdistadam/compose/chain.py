@@ -143,20 +143,13 @@ class _Chain:
         return params, self._whole(states, last)
 
     def full_step(
-        self,
-        grads: Grads,
-        state: OptState,
-        params: Params,
-        extra_args: dict[str, Any],
-        *,
-        is_skipped: Any = None,
-        norms: bool = False,
+        self, grads: Grads, state: Any, params: Params, extra: Any, is_skipped: Any, norms: bool
     ) -> FullResult:
         """The step for wrappers; if it is skipped, all states stay unchanged."""
         states, last = self._parts(state)
-        grads, new = _update_in_turn(self.before, grads, states, params, extra_args)
+        grads, new = _update_in_turn(self.before, grads, states, params, extra)
         step = full_step_of(self.last, "chain")
-        result = step(grads, last, params, extra_args, is_skipped=is_skipped, norms=norms)
+        result = step(grads, last, params, extra, is_skipped, norms)
         states = trees.keep_if(is_skipped, states, new)
         return result._replace(state=self._whole(states, result.state))
 

@@ -140,9 +140,8 @@ def _full_step(
     state: Any,
     params: Params,
     extra_args: dict[str, Any],
-    *,
-    is_skipped: Any = None,
-    norms: bool = False,
+    is_skipped: Any,
+    norms: bool,
 ) -> FullResult:
     """The step for wrappers; if it is skipped, schedules do not advance."""
 
@@ -150,7 +149,7 @@ def _full_step(
         step = full_step_of(tx, "inject_hyperparams")
 
         def stepped(grads: Grads, inner: Any, params: Params, **extra: Any) -> Any:
-            result = step(grads, inner, params, extra, is_skipped=is_skipped, norms=norms)
+            result = step(grads, inner, params, extra, is_skipped, norms)
             return result, result.state
 
         return tx.init, stepped

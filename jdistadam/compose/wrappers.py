@@ -19,12 +19,12 @@ from optax import apply_if_finite as optax_apply_if_finite
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
-from jdistadam.core.trees import Grads, OptState, Params
+from jdistadam.core.trees import Grads, Params
 from jdistadam.drop_in.transformation import (
     FullResult,
-    FullStep,
     FusedTransformation,
     full_step_of,
+    step_of,
 )
 from jdistadam.errors import TreeError
 
@@ -91,13 +91,7 @@ class MultiSteps(FusedTransformation):
         schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
 
         def full_step(
-            grads: Grads,
-            state: Any,
-            params: Params,
-            extra_args: dict[str, Any],
-            *,
-            is_skipped: Any = None,
-            norms: bool = False,
+            grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
         ) -> FullResult:
             _check_state("MultiSteps", optax.MultiStepsState, state)
             trees.check_same_shapes(grads, state.acc_grads, name="grads", like_name="acc_grads")
@@ -112,14 +106,8 @@ class MultiSteps(FusedTransformation):
             sums = _added(state.acc_grads, grads, n if use_grad_mean else None)
             sums = trees.keep_if(ignored, state.acc_grads, sums)
             emits = is_last if ignored is None else is_last & ~ignored
-            result = inner(
-                jax.tree.map(lambda x, grad: x.astype(grad.dtype), sums, grads),
-                state.inner_opt_state,
-                params,
-                extra_args,
-                is_skipped=~emits,
-                norms=norms,
-            )
+            means = jax.tree.map(lambda x, grad: x.astype(grad.dtype), sums, grads)
+            result = inner(means, state.inner_opt_state, params, extra_args, ~emits, norms)
             # Zeros are written when the kernel has read the sums: no second array is needed.
             params, sums = lax.optimization_barrier((result.params, sums))
             next_n = trees.keep_if(ignored, n, optax.safe_increment(n) % k)
@@ -135,7 +123,7 @@ class MultiSteps(FusedTransformation):
             return FullResult(params, new, result.norms)
 
         init = functools.partial(_with_placed_sums, theirs.init)
-        self = super().__new__(cls, init, theirs.update, _step_of(full_step))
+        self = super().__new__(cls, init, theirs.update, step_of(full_step))
         self.full_step, self.inner_opt = full_step, opt
         return self
 
@@ -193,13 +181,7 @@ def apply_if_finite(
     theirs = optax_apply_if_finite(inner, max_consecutive_errors)
 
     def full_step(
-        grads: Grads,
-        state: Any,
-        params: Params,
-        extra_args: dict[str, Any],
-        *,
-        is_skipped: Any = None,
-        norms: bool = False,
+        grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
     ) -> FullResult:
         _check_state("apply_if_finite", optax.ApplyIfFiniteState, state)
         zero = jnp.zeros((), jnp.int32)
@@ -207,14 +189,8 @@ def apply_if_finite(
         is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool_)
         in_a_row = jnp.where(is_finite, zero, optax.safe_increment(state.notfinite_count))
         rejected = ~is_finite & (in_a_row <= max_consecutive_errors)
-        result = step(
-            grads,
-            state.inner_state,
-            params,
-            extra_args,
-            is_skipped=rejected if is_skipped is None else rejected | is_skipped,
-            norms=norms,
-        )
+        ignored = rejected if is_skipped is None else rejected | is_skipped
+        result = step(grads, state.inner_state, params, extra_args, ignored, norms)
         total = optax.safe_increment(state.total_notfinite)
         new = optax.ApplyIfFiniteState(
             notfinite_count=in_a_row,
@@ -225,7 +201,7 @@ def apply_if_finite(
         new = trees.keep_if(is_skipped, state._replace(inner_state=None), new)
         return result._replace(state=new._replace(inner_state=result.state))
 
-    tx = FusedTransformation(theirs.init, theirs.update, _step_of(full_step))
+    tx = FusedTransformation(theirs.init, theirs.update, step_of(full_step))
     tx.full_step = full_step
     return tx
 
@@ -243,16 +219,6 @@ def _added(acc: Grads, grads: Grads, n: Any) -> Any:
         return (g + a if n is None else a + (g - a) / (n + 1)).astype(a.dtype)
 
     return jax.tree.map(one, acc, grads)
-
-
-def _step_of(full_step: FullStep) -> Any:
-    def step(
-        grads: Grads, state: OptState, params: Params, **extra_args: Any
-    ) -> tuple[Params, OptState]:
-        new, state, _ = full_step(grads, state, params, extra_args)
-        return new, state
-
-    return step
 
 
 def _check_state(wrapper: str, expected: type, state: Any) -> None:

@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
@@ -54,6 +55,16 @@ def no_mesh() -> Any:
     On Explicit axes JAX would otherwise ask how they are sharded, too late.
     """
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def axes_in(entry: Any) -> Axes:
+    """Returns the mesh axes in one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_of(spec: P) -> Axes:
+    """Returns the mesh axes in a PartitionSpec."""
+    return tuple(axis for entry in spec for axis in axes_in(entry))
 
 
 def unbound(axes: Axes) -> Axes:

@@ -80,18 +80,6 @@ def has_main_param(codec: Codec, param: Any) -> bool:
     return codec.is_stored and getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
-def new_main_param(codec: Codec, path: str, param: Any) -> Any:
-    """Returns what to store with a parameter whose value is still exact.
-
-    Raises:
-      DtypeError: A parameter of this dtype has no remainder.
-    """
-    if not codec.is_remainder:
-        return jnp.asarray(param, jnp.float32)
-    check_main_dtype(codec, path, param.dtype)
-    return trees.placed_like(param, jnp.zeros_like(param, codec.dtype))
-
-
 def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:
     """Raises DtypeError if a parameter of this dtype cannot have such a main parameter."""
     if codec.is_remainder and dtype != jnp.bfloat16:

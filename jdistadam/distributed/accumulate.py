@@ -78,7 +78,7 @@ def accumulate_local(
     grads: Grads,
     weight: Any,
     *,
-    is_weighted_in_gather: bool = False,
+    is_weighted_in_gather: bool,
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients in main_grads_dtype.
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import guards, memory, trees
+from jdistadam.core import collectives, guards, memory, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import check_main_dtype
@@ -140,7 +140,7 @@ class DistributedConfig:
                 shape=tuple(x.shape),
                 dtype=jnp.dtype(x.dtype),
                 group=row,
-                tensor_axes=mesh_axes.axes_of(spec),
+                tensor_axes=collectives.axes_of(spec),
                 layers=kind,
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
                 rests_whole=is_whole,

@@ -96,9 +96,9 @@ def differs(got: jax.Array, expected: np.ndarray) -> jax.Array:
     return functools.reduce(jnp.logical_or, (x != word for x, word in pairs))
 
 
-def known_text(digest: Any) -> str | None:
+def known_text(digest: bytes) -> str | None:
     """Returns the text of a digest, if this process made it."""
-    return _TEXTS.get(np.asarray(digest).tobytes())
+    return _TEXTS.get(digest)
 
 
 def _leaf_entry(leaf: Leaf) -> dict[str, Any]:

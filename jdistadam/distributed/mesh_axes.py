@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.algorithm import for_each_leaf
 from jdistadam.core.arguments import check_flag
+from jdistadam.core.collectives import axes_in, axes_of
 from jdistadam.core.trees import Params
 from jdistadam.distributed.layout import Layout
 from jdistadam.errors import MeshError, PolicyError, ShapeError
@@ -315,16 +316,6 @@ def tensor_cuts(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...]
     """For each dimension, the indices of the ``cutting_axes`` that cut it."""
     kept = over_axes(spec, cutting_axes)  # P("model", None) cuts as P("model") does
     return tuple(tuple(map(cutting_axes.index, axes_in(entry))) for entry in kept)
-
-
-def axes_of(spec: P) -> tuple[str, ...]:
-    """Returns the mesh axes in a PartitionSpec."""
-    return tuple(axis for entry in spec for axis in axes_in(entry))
-
-
-def axes_in(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes in one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _shape_on_a_device(

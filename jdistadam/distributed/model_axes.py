@@ -196,7 +196,7 @@ def check_own_region(config: DistributedConfig, schedule: Schedule, params: Para
 
 def cut_twice(parallel: DataParallel, spec: P) -> bool:
     """Whether tensor axes and data axes cut the same dimension."""
-    names = [set(mesh_axes.axes_in(entry)) for entry in spec]
+    names = [set(collectives.axes_in(entry)) for entry in spec]
     return any(n & set(parallel.tensor_axes) and n & set(parallel.data_axes) for n in names)
 
 

@@ -181,18 +181,12 @@ class Schedule:
         return tuple(c for entry in self.buckets for c in entry.collectives)
 
 
-def over_xla(axes: Axes) -> Groups:
-    """Returns no groups: all collectives go over XLA."""
-    del axes
-    return ()
-
-
 def make_schedule(
     layout: Layout,
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
-    accumulate_steps: int = 1,
-    groups_of: Callable[[Axes], Groups] = over_xla,
+    accumulate_steps: int,
+    groups_of: Callable[[Axes], Groups],
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
 
@@ -210,7 +204,8 @@ def make_schedule(
       >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
       >>> layout = make_layout([Leaf("w", (512, 64), jnp.dtype("float32"), 0)], 4, 1 << 20)
       >>> parallel = DataParallel(mesh, ("data",))
-      >>> for c in make_schedule(layout, parallel, MixedPrecisionPolicy()).collectives:
+      >>> made = make_schedule(layout, parallel, MixedPrecisionPolicy(), 1, lambda axes: ())
+      >>> for c in made.collectives:
       ...     print(c.op, c.dtype, c.axes, c.elements, c.when)
       reduce-scatter float32 ('data',) 32768 step
       all-gather float32 ('data',) 32768 step
@@ -244,7 +239,7 @@ def phases_of_shard(
     policy: MixedPrecisionPolicy,
     elements: int,
     dtype: Any,
-    groups_of: Callable[[Axes], Groups] = over_xla,
+    groups_of: Callable[[Axes], Groups],
 ) -> tuple[Phase, Phase]:
     """Returns how a sharded parameter is gathered, and its gradients summed.
 

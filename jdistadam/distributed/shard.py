@@ -22,8 +22,6 @@ from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.errors import MeshError
 
-_UNCUT = P()
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -52,10 +50,10 @@ class Shard:
     dim: int
     ndim: int
     dtype: Any
-    spec: P = _UNCUT
+    spec: P
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P = _UNCUT) -> Shard:
+    def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P) -> Shard:
         """Marks this device's part of a bucket's only leaf, which tensor axes cut by ``spec``."""
         ndim = value.ndim - (bucket.num_layers is not None)
         entries = (list(spec) + [None] * (value.ndim - len(spec)))[value.ndim - ndim :]

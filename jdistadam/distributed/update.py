@@ -60,7 +60,7 @@ def update_shards(
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
-    norm_scale: Any = None,
+    norm_scale: Any,
 ) -> ShardUpdate:
     """Updates the flat state in place, and gathers new parameters, in the order of ``make_calls``.
 

@@ -23,6 +23,7 @@ from jdistadam.drop_in.step import TreeResult, tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
+    step_of,
     with_frozen,
     without_frozen,
 )
@@ -327,26 +328,14 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
         del extra_args  # like optax's own optimizers, which take none
         return run("update", grads, state, params)[:2]
 
-    def step(
-        grads: Grads, state: OptState, params: Params, **extra_args: Any
-    ) -> tuple[Params, OptState]:
-        del extra_args
-        return run("step", grads, state, params)[:2]
-
     def full_step(
-        grads: Grads,
-        state: OptState,
-        params: Params,
-        extra_args: dict[str, Any],
-        *,
-        is_skipped: Any = None,
-        norms: bool = False,
+        grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
     ) -> FullResult:
         del extra_args
         result = run("step", grads, state, params, is_skipped=is_skipped, norms=norms)
         return FullResult(result.out, result.state, _norms(result.squares) if norms else None)
 
-    tx = FusedTransformation(init, update, step)
+    tx = FusedTransformation(init, update, step_of(full_step))
     tx.full_step = full_step
     tx.algorithm = algorithm
     return tx

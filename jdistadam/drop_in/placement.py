@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.collectives import axes_in, axes_of
 from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import MeshError
 
@@ -97,8 +98,7 @@ def _as_given(param_shardings: Any, params: Params) -> list[Any]:
 def _spec_of(path: str, shape: tuple[int, ...], sharding: Any, mesh: Mesh) -> P:
     """The PartitionSpec of a parameter; replicated if it is on no mesh."""
     if isinstance(sharding, P):
-        names = {name for x in sharding for name in ((x,) if isinstance(x, str) else x or ())}
-        if not names <= set(mesh.axis_names) or len(sharding) > len(shape):
+        if not set(axes_of(sharding)) <= set(mesh.axis_names) or len(sharding) > len(shape):
             raise MeshError(
                 f"{path}: the PartitionSpec does not fit: got {sharding} for shape {shape}, "
                 f"expected axes of the mesh {dict(mesh.shape)}, and at most {len(shape)} of them "
@@ -120,12 +120,11 @@ def _spec_of(path: str, shape: tuple[int, ...], sharding: Any, mesh: Mesh) -> P:
 
 def _also_over(axes: tuple[str, ...], spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     """A PartitionSpec with ``axes`` at the first dimension that they divide, if any."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    parts = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in entries]
-    if set(axes) & {name for names in parts for name in names}:
+    if set(axes) & set(axes_of(spec)):
         return spec
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
     size = math.prod(mesh.shape[name] for name in axes)
-    for i, names in enumerate(parts):
+    for i, names in enumerate(map(axes_in, entries)):
         cut = size * math.prod(mesh.shape[name] for name in names)
         if shape[i] and shape[i] % cut == 0:
             new = (*names, *axes)

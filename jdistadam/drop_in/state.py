@@ -13,7 +13,7 @@ import optax
 from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
-from jdistadam.core.storage import Storage, has_main_param, main_codec_of, new_main_param
+from jdistadam.core.storage import Storage, check_main_dtype, has_main_param, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import low_precision
 from jdistadam.drop_in.low_precision import check_coded
@@ -59,7 +59,10 @@ def new_main_params(kind: Codec, params: Params) -> Any:
     def new(path: str, param: Any) -> Any:
         if not has_main_param(kind, param):
             return optax.MaskedNode()
-        return new_main_param(kind, path, param)
+        if not kind.is_remainder:
+            return jnp.asarray(param, jnp.float32)
+        check_main_dtype(kind, path, param.dtype)
+        return trees.placed_like(param, jnp.zeros_like(param, kind.dtype))
 
     leaves = map(new, trees.paths(params, "params"), jax.tree.leaves(params))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

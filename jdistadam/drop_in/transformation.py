@@ -46,9 +46,9 @@ class FullStep(Protocol):
         state: OptState,
         params: Params,
         extra_args: dict[str, Any],
-        *,
-        is_skipped: Any = None,
-        norms: bool = False,
+        /,
+        is_skipped: Any,
+        norms: bool,
     ) -> FullResult:
         """Takes one step.
 
@@ -160,8 +160,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           >>> {name: round(float(x), 4) for name, x in norms.items()}
           {'grad_norm': 2.0, 'param_norm': 1.98, 'update_norm': 0.02}
         """
-        full_step = full_step_of(self, "step_with_norms")
-        params, state, norms = full_step(grads, state, params, extra_args, norms=True)
+        step = full_step_of(self, "step_with_norms")
+        params, state, norms = step(grads, state, params, extra_args, is_skipped=None, norms=True)
         assert norms is not None
         return params, state, norms
 
@@ -194,6 +194,18 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     def __deepcopy__(self, memo: Any) -> FusedTransformation:
         """Returns itself: it is immutable."""
         return self
+
+
+def step_of(full_step: FullStep) -> StepFn:
+    """Returns the ``step`` that takes every step, and returns no norms."""
+
+    def step(
+        grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
+        new, state, _ = full_step(grads, state, params, extra_args, is_skipped=None, norms=False)
+        return new, state
+
+    return step
 
 
 def full_step_of(tx: Any, function: str) -> FullStep:

@@ -110,8 +110,8 @@ def step_parts(
     operands: Operands,
     *,
     cuts: Sequence[Cut],
-    norm_scale: Any = None,
-    is_whole: bool = False,
+    norm_scale: Any,
+    is_whole: bool,
 ) -> PartsResults:
     """Takes an Adam step on float32 main parameters, and rounds them to new parameters.
 

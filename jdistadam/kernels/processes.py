@@ -12,7 +12,6 @@ allows it). Nobody else gets a descriptor of GPU memory: it is passed over these
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pathlib
 import shutil
@@ -55,21 +54,17 @@ def join(platform: str) -> Joined:
     Raises:
       AgreementError: A process is missing.
     """
-    client = compat.coordination_client()
-    if client is None:
+    if compat.coordination_client() is None:
         return Joined({}, "devices of several processes, without jax.distributed")
-    store = _Store(client, f"jdistadam/processes/{platform}")
-    module = native.module_of(platform)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jdistadam-"))  # of this user alone
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(folder / "socket"))
             listener.listen(jax.process_count())
-            store.put("facts", _facts(platform, folder))
-            facts = store.take_all("facts")
+            facts = say_to_all(f"{platform}/facts", _facts(platform, folder))
             why, sockets = _why_apart(facts), dict[int, socket.socket]()
             if not why:
-                why, sockets = _connected(module, store, listener, facts)
+                why, sockets = _connected(platform, listener, facts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     hosts = {i: said["host"] for i, said in facts.items()}
@@ -83,15 +78,24 @@ def join(platform: str) -> Joined:
         for number, ordinal in said["devices"]
     ]
     others = [(i, _pid_and_user(x)[0], x.detach()) for i, x in sorted(sockets.items())]
-    module.join_processes(jax.process_index(), devices, others, GRACE_SECONDS)
+    native.module_of(platform).join_processes(jax.process_index(), devices, others, GRACE_SECONDS)
     return Joined(hosts, "")
 
 
 def say_to_all(name: str, value: Any) -> dict[int, Any]:
     """Returns the value of every process; all call this with a name that is not used again."""
-    store = _Store(compat.coordination_client(), "jdistadam/processes")
-    store.put(name, value)
-    return store.take_all(name)
+    store = compat.KeyValueStore(compat.coordination_client(), f"jdistadam/processes/{name}")
+    store.put(str(jax.process_index()), value)
+    found: dict[int, Any] = {}
+    for process in range(jax.process_count()):
+        found[process] = store.take(str(process), LIMIT_SECONDS)
+        if found[process] is None:
+            raise AgreementError(
+                f"process {process}: did not connect for copies within {LIMIT_SECONDS} s: got no "
+                "word, expected the same call of distributed in every process. "
+                "Look into the log of that process: it has ended, or does something else."
+            )
+    return found
 
 
 def _facts(platform: str, folder: pathlib.Path) -> dict[str, Any]:
@@ -119,19 +123,19 @@ def _why_apart(facts: dict[int, dict[str, Any]]) -> str:
 
 
 def _connected(
-    module: Any, store: _Store, listener: socket.socket, facts: dict[int, dict[str, Any]]
+    platform: str, listener: socket.socket, facts: dict[int, dict[str, Any]]
 ) -> tuple[str, dict[int, socket.socket]]:
     """Why a process could not connect, the same in each of them, and this one's sockets."""
     sockets, failed = dict[int, socket.socket](), ""
-    me, reaches = jax.process_index(), module.reaches_process
+    me, reaches = jax.process_index(), native.module_of(platform).reaches_process
     try:
         _connect(sockets, listener, facts)
         if not all(reaches(_pid_and_user(x)[0]) for x in sockets.values()):
             failed = f"a system that does not let process {me} write the memory of others"
     except OSError as error:
         failed = f"process {me} cannot reach others: {error}"
-    store.put("connected", failed)
-    return next((x for x in store.take_all("connected").values() if x), ""), sockets
+    said = say_to_all(f"{platform}/connected", failed)
+    return next((x for x in said.values() if x), ""), sockets
 
 
 def _connect(
@@ -162,29 +166,3 @@ def _pid_and_user(connection: socket.socket) -> tuple[int, int]:
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", said)
     return pid, user
-
-
-class _Store:
-    """One text of each process by name, in the key-value store."""
-
-    def __init__(self, client: Any, prefix: str) -> None:
-        self._client, self._prefix = client, prefix
-
-    def put(self, name: str, value: Any) -> None:
-        self._client.key_value_set(
-            f"{self._prefix}/{name}/{jax.process_index()}", json.dumps(value)
-        )
-
-    def take_all(self, name: str) -> dict[int, Any]:
-        """Waits for the texts of all processes."""
-        return {i: self._take(name, i) for i in range(jax.process_count())}
-
-    def _take(self, name: str, process: int) -> Any:
-        key = f"{self._prefix}/{name}/{process}"
-        if (text := compat.text_within(self._client, key, LIMIT_SECONDS)) is not None:
-            return json.loads(text)
-        raise AgreementError(
-            f"process {process}: did not connect for copies within {LIMIT_SECONDS} s: got no word, "
-            "expected the same call of distributed in every process. "
-            "Look into the log of that process: it has ended, or does something else."
-        )

@@ -72,8 +72,7 @@ def _steps(shape: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[
 
 def dim_axes(sharding: NamedSharding, rank: int) -> DimAxes:
     """Returns the axes of more than one device that cut each dimension."""
-    entries = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
-    names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
+    names = map(collectives.axes_in, (*sharding.spec, *(None,) * (rank - len(sharding.spec))))
     return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in names]
 
 

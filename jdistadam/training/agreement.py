@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -185,14 +184,14 @@ def check_agreement(
         return
     limit = limit or LIMIT_SECONDS
     number = next(_NUMBERS[tuple(processes)])
-    store, leader = _Store(client, processes, number), processes[0]
+    store, leader = _store(client, processes, number), processes[0]
     store.put(str(jax.process_index()), {_CALL: call} | facts)
     if jax.process_index() == leader:
         said = {process: store.take(str(process), limit) for process in processes}
         verdict = _verdict(call, said, limit)
         store.put("verdict", verdict)
         if number and None not in said.values():  # so that all have read the verdict before
-            _Store(client, processes, number - 1).delete()
+            _store(client, processes, number - 1).delete()
     else:
         # The first process waits as long for the others, so give it time to name missing ones.
         verdict = store.take("verdict", 2 * limit)
@@ -202,25 +201,11 @@ def check_agreement(
         raise AgreementError(verdict)
 
 
-class _Store:
-    """Texts by name in the key-value store, for one agreement."""
-
-    def __init__(self, client: Any, processes: Sequence[int], number: int) -> None:
-        # The key must not grow with the number of processes.
-        name = f"{'-'.join(map(str, processes))}/{number}"
-        self._client = client
-        self._prefix = f"jdistadam/agreement/{hashlib.sha256(name.encode()).hexdigest()}"
-
-    def put(self, name: str, value: Any) -> None:
-        self._client.key_value_set(f"{self._prefix}/{name}", json.dumps(value))
-
-    def take(self, name: str, limit: int) -> Any:
-        """Waits for a value, at most ``limit`` seconds; None if it does not come."""
-        text = compat.text_within(self._client, f"{self._prefix}/{name}", limit)
-        return None if text is None else json.loads(text)
-
-    def delete(self) -> None:
-        self._client.key_value_delete(self._prefix + "/")
+def _store(client: Any, processes: Sequence[int], number: int) -> compat.KeyValueStore:
+    """The values of one agreement; the key must not grow with the number of processes."""
+    name = f"{'-'.join(map(str, processes))}/{number}"
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return compat.KeyValueStore(client, f"jdistadam/agreement/{digest}")
 
 
 def _verdict(call: str, said: dict[int, Facts | None], limit: int) -> str:

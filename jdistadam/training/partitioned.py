@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.mesh_axes import DataParallel, axes_in, over_axes
+from jdistadam.distributed.mesh_axes import DataParallel, over_axes
 from jdistadam.distributed.model_axes import cut_twice
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, MeshError
@@ -66,7 +66,7 @@ def rows_spec(config: DistributedConfig, batch_spec: P) -> P:
     """PartitionSpec of arrays with rows from each device, in the order of the batch's rows."""
     axes = config.parallel.data_axes
     rows = over_axes(batch_spec, axes) if config.has_model_axes else batch_spec
-    first = axes_in(rows[0]) if len(rows) else ()
+    first = collectives.axes_in(rows[0]) if len(rows) else ()
     first += tuple(axis for axis in axes if axis not in first)
     return P(first if len(first) > 1 else first[0])
 

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, memory, trees
-from jdistadam.distributed.mesh_axes import axes_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, MeshError, ShapeError, TreeError
 
@@ -59,7 +58,7 @@ def _copies(arrays: Sequence[Any], kinds: tuple[Any, ...]) -> list[Any]:
     return [one(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
 
 
-def is_at(x: Any, place: Any, *, exactly: bool = True) -> bool:
+def is_at(x: Any, place: Any, *, exactly: bool) -> bool:
     """Whether an array is placed as required.
 
     Args:
@@ -259,7 +258,7 @@ def is_placed(batch: Any, sharding: NamedSharding) -> bool:
 
 def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
     """Raises MeshError unless ``spec`` is a PartitionSpec over axes of the mesh, each once."""
-    axes = axes_of(spec) if isinstance(spec, P) else ()
+    axes = collectives.axes_of(spec) if isinstance(spec, P) else ()
     unknown = [axis for axis in axes if axis not in tx.config.mesh.axis_names]
     if not isinstance(spec, P) or unknown or len(set(axes)) < len(axes):
         raise MeshError(
@@ -274,7 +273,7 @@ def _check_divides(
     path: str, shape: tuple[int, ...], spec: P, tx: DistributedTransformation
 ) -> None:
     """Raises ShapeError unless ``spec`` can cut a leaf. Processes hold parts of it."""
-    sizes = [tx.config.parallel.size(axes_of(P(names))) for names in spec]
+    sizes = [tx.config.parallel.size(collectives.axes_in(names)) for names in spec]
     divides = jax.process_count() > 1 or all(n % k == 0 for n, k in zip(shape, sizes, strict=False))
     if len(sizes) > len(shape) or not divides:
         raise ShapeError(

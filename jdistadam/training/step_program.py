@@ -185,9 +185,7 @@ def flattened(step: Any) -> Any:
 _INJECTED = optax.InjectStatefulHyperparamsState  # the state of ``inject_hyperparams``
 
 
-def with_numbers_as_arrays(
-    state: TrainState, mesh: Mesh, returned: Sequence[Any] = ()
-) -> TrainState:
+def with_numbers_as_arrays(state: TrainState, mesh: Mesh, returned: Sequence[Any]) -> TrainState:
     """Returns a state whose hyperparameters are replicated arrays: the same state if they are.
 
     A Python number, or an array on one device, is an argument of another type than the one that the

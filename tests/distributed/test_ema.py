@@ -44,19 +44,19 @@ def last(*args):
     return state
 
 
-def assert_average(got, seen, decay=DECAY):
+def assert_average(got, seen):
     """Within the rounding of float32 of a recurrence in float64.
 
     A step computes old + w (new - old): w, the difference, its product and the sum are rounded, so
     that the error is at most (3 w |new - old| + |sum|) 2^-24. With M above all of these values it
     is (6 w + 1) M 2^-24, of which later steps leave less.
     """
-    weight, names = 1 - decay, seen[0].keys()
+    weight, names = 1 - DECAY, seen[0].keys()
     for name in names:
         values = [np.asarray(x[name], np.float64) for x in seen]
         want, most = values[0], np.max(np.abs(values), axis=0)
         for x in values[1:]:
-            want = decay * want + weight * x
+            want = DECAY * want + weight * x
         bound = (len(seen) - 1) * (6 * weight + 1) * most * ROUND
         assert got[name].dtype == jnp.float32 and got[name].shape == seen[0][name].shape
         assert np.all(np.abs(np.asarray(got[name], np.float64) - want) <= bound), name

@@ -127,10 +127,6 @@ def trained(tx, shapes=SHAPES, *, steps=STEPS, accumulate_steps=1, state=None, s
     return state
 
 
-def assert_as_one_device(tx, state, kind, shapes=SHAPES, steps=STEPS):
-    assert_trained_alike(tx, state, *stepped_by_one(kind, steps, shapes))
-
-
 def assert_trained_alike(tx, state, params, own):
     """Params, exact params, and moments as floats, of a state over a mesh and of one program's."""
     main, opt_state, _ = jda.to_optax_state(state, tx)
@@ -212,7 +208,7 @@ def test_custom_training_loop_is_train_step(cpu_mesh):
     for batch in batches(3, FEW):
         params, state = step(params, state, jda.shard_batch(batch, tx))
     state = jda.TrainState(params, state)
-    assert_as_one_device(tx, state, "remainders", FEW, steps=3)
+    assert_trained_alike(tx, state, *stepped_by_one("remainders", 3, FEW))
 
 
 def with_dtypes(tx, given, **other):

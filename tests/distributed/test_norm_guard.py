@@ -50,9 +50,9 @@ def counted(metrics, name):
     return {i for i in range(len(metrics)) if counts[i + 1] > counts[i]}
 
 
-def assert_guarded(state, metrics, guard=GUARD):
+def assert_guarded(state, metrics):
     """As the rule says, in float64: the mean is a sum of at most ten terms, each rounded thrice."""
-    spikes, nonfinite, mean = expected([x["grad_norm"] for x in metrics], guard)
+    spikes, nonfinite, mean = expected([x["grad_norm"] for x in metrics], GUARD)
     assert counted(metrics, "skipped_spikes") == spikes
     assert counted(metrics, "skipped") == spikes | nonfinite
     found = state.opt_state.guard

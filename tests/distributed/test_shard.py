@@ -315,7 +315,7 @@ def test_a_gradient_of_a_shards_shape_that_is_no_shard_raises():
     "use", [jnp.sin, lambda x: 2 * x, lambda x: x @ jnp.ones((256, 2)), lambda x: x[0], lambda x: jnp.ones((2, 8)) @ x, lambda x: -x]
 )  # fmt: skip
 def test_arithmetic_on_a_shard_raises(use):
-    shard = Shard(jnp.ones((8, 256)), -2, 2, jnp.dtype("float32"))
+    shard = Shard(jnp.ones((8, 256)), -2, 2, jnp.dtype("float32"), jax.P())
     with pytest.raises(
         TypeError, match=r"a shard of a parameter, float32\[8, 256\].*gather it first"
     ):
@@ -357,6 +357,6 @@ def test_shards_are_the_carry_of_a_scan_over_steps(check_vma):
 
 
 def test_methods_of_arrays_raise_too():
-    shard = Shard(jnp.ones((8, 256)), -2, 2, jnp.dtype("float32"))
+    shard = Shard(jnp.ones((8, 256)), -2, 2, jnp.dtype("float32"), jax.P())
     with pytest.raises(AttributeError, match=r"'Shard' has no attribute 'sum'.*gather it first"):
         shard.sum()

@@ -9,11 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from support.h200 import (
-    captured,
-    collectives,
-    placed,
-)
+from support.convolutions import SHAPES, loss
+from support.h200 import captured, collectives, placed
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
@@ -85,24 +82,13 @@ def test_convolution_kernels_add_no_transpose_and_no_copy(h200s):
     A program with the optimizer has the transposes and copies of the one without, and no more.
     """
     mesh = h200s(1)
-    shapes = {"stem": (7, 7, 3, 64), "conv": (3, 3, 64, 64), "down": (3, 3, 64, 128), "head": (128, 10), "bias": (10,)}  # fmt: skip
-    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
     tx = jda.fused_adamw(1e-3)
-
-    def loss(params, x):
-        for name, stride in (("stem", 2), ("conv", 1), ("down", 2)):
-            x = jax.nn.relu(
-                jax.lax.conv_general_dilated(
-                    x, params[name].astype(x.dtype), (stride, stride), "SAME",
-                    dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                )
-            )  # fmt: skip
-        return jnp.mean(jnp.square(x.mean((1, 2)) @ params["head"] + params["bias"][None]))
 
     def moved(function, *args, **kwargs):
         """Bytes that copies and transposes of parameters' shapes move."""
         text = jax.jit(function, **kwargs).lower(*args).compile().as_text()
-        sizes = {int(np.prod(s)) for s in shapes.values()}
+        sizes = {int(np.prod(s)) for s in SHAPES.values()}
         total = 0
         for dims in re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text):
             size = int(np.prod([int(n) for n in dims.split(",")]))

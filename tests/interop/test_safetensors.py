@@ -39,8 +39,8 @@ def write(path, header, data=b""):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def tensor(shape, end=0, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+def tensor(shape, end=0):
+    return {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
 
 
 BAD = {

@@ -37,12 +37,12 @@ TABLE = (
 )
 
 
-def configuration(row, seed=0):
+def configuration(row):
     """The configuration of a row: a value for each name, with incompatible ones changed."""
     config, place = ({name: row[name] for name in table} for table in (CONFIG, PLACE))
     if place["strategy"] == "optim_grads_params" and config["chain"] == "params":
         config["chain"] = "none"  # it would see shards of params
-    return fitted(seed, config, [place, {}], LEAVES[row["leaves"]])
+    return fitted(0, config, [place, {}], LEAVES[row["leaves"]])
 
 
 def fitting(row):
@@ -76,10 +76,10 @@ def random_row(rng):
     return fitting({name: values[rng.integers(len(values))] for name, values in TABLE.items()})
 
 
-def possible(number=2000):
+def possible():
     """The pairs in many random rows."""
     rng = np.random.default_rng(0)
-    return set().union(*(pairs(random_row(rng)) for _ in range(number)))
+    return set().union(*(pairs(random_row(rng)) for _ in range(2000)))
 
 
 def improved(row, missing, rng):

@@ -39,14 +39,14 @@ def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
         return (np.abs(x) if nonnegative else x).astype(np.float32).astype(dtype)
 
 
-def random_rows(count=7, groups=2):
+def random_rows(count=7):
     """Coefficient rows without defaults; the last group has no decay."""
     b1, b2 = 0.87, 0.9973
     row = dict(
         learning_rate=3e-3, b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2, eps=1e-7, eps_root=1e-10,
         weight_decay=0.13, c1=1 - b1**count, c1_next=1 - b1 ** (count + 1), c2=1 - b2**count, l2=0.021,
     )  # fmt: skip
-    rows = np.asarray([[row[name] for name in hyperparameters.NAMES]] * groups, np.float32)
+    rows = np.asarray([[row[name] for name in hyperparameters.NAMES]] * 2, np.float32)
     for name in ("weight_decay", "l2"):
         rows[-1, hyperparameters.NAMES.index(name)] = 0.0
     return rows
