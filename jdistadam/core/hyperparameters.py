@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_flag, is_real, out_of_range, warn_caller
@@ -196,7 +197,7 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
         *corrections,
         hyper.l2 if decay else 0.0,
     )
-    return jnp.stack([_scalar(*pair) for pair in zip(NAMES, values, strict=True)])
+    return _stacked([_scalar(*pair) for pair in zip(NAMES, values, strict=True)])
 
 
 def check_step_count(name: str, count: Any) -> None:
@@ -228,4 +229,19 @@ def coefficient_rows(hypers: Sequence[Hyperparameters], count: jax.Array) -> jax
     Shape ``(2 * len(hypers), len(NAMES))``, float32.
     """
     pairs = [(hyper, decay) for hyper in hypers for decay in (True, False)]
-    return jnp.stack([coefficient_row(hyper, count, decay=decay) for hyper, decay in pairs])
+    return _stacked([coefficient_row(hyper, count, decay=decay) for hyper, decay in pairs])
+
+
+def _stacked(rows: Sequence[jax.Array]) -> jax.Array:
+    """Like ``jnp.stack``, also under ``jax.vmap`` over an Explicit axis of ``jax.set_mesh``.
+
+    Some of the rows depend on the count of each member, others are the same for all. JAX then
+    cannot concatenate, because only the former are sharded; elementwise operations can.
+    """
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return jnp.stack(rows)
+    stacked = jnp.zeros((len(rows), *rows[0].shape), jnp.float32)
+    for i, row in enumerate(rows):
+        is_here = (np.arange(len(rows)) == i).reshape(-1, *[1] * row.ndim)
+        stacked = jnp.where(is_here, row[None], stacked)
+    return stacked

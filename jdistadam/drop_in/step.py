@@ -19,6 +19,7 @@ from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
+from jdistadam.core.collectives import varying_axes
 from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
@@ -230,7 +231,9 @@ def step_leaves(
     is_skipped: Any,
     norms: bool,
 ) -> tuple[list[TreeLeaf], Any]:
-    """One kernel call per mix of dtypes, usually one; with a key it rounds stochastically.
+    """One kernel call per mix of dtypes and of axes of a ``jax.shard_map``, usually one.
+
+    With a key it rounds stochastically.
 
     ``rows_by_leaf``: the coefficient rows, two for each of ``hypers``, by the leaf's number in a
     tree with frozen leaves. Random bits depend on that number.
@@ -244,15 +247,17 @@ def step_leaves(
     for i, leaf in enumerate(leaves):
         dtypes = TreeLeaf(*map(_dtype, leaf))
         if _is_left_to_optax(dtypes):
-            calls.setdefault((dtypes, rows[i] // 2), []).append(i)
+            calls.setdefault((dtypes, rows[i] // 2, None), []).append(i)
         elif leaf.grad.size:
-            calls.setdefault((dtypes, None), []).append(i)
+            # All results of a call vary over the same axes of a shard_map.
+            axes = frozenset().union(*map(varying_axes, jax.tree.leaves(leaf)))
+            calls.setdefault((dtypes, None, axes), []).append(i)
         else:  # the leaf stays as it is
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     scalars = Scalars.plain(coefficient_rows(hypers, count))
     if is_skipped is not None:
         scalars = scalars._replace(found_inf=is_skipped)
-    for (dtypes, group), indices in _chunks(calls):
+    for (dtypes, group, _), indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
@@ -317,9 +322,9 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
 
 def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
     """Splits calls of many leaves into several."""
-    for dtypes, indices in calls.items():
+    for key, indices in calls.items():
         for start in range(0, len(indices), _LEAVES_A_CALL):
-            yield dtypes, indices[start : start + _LEAVES_A_CALL]
+            yield key, indices[start : start + _LEAVES_A_CALL]
 
 
 def _no_update(leaf: TreeLeaf) -> Any:

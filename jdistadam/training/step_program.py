@@ -142,7 +142,7 @@ def _skipped_so_far(state: DistributedState) -> jax.Array:
 
 
 def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
-    """Averages floats in float32; takes the maximum of integers, such as counters.
+    """Averages floats in float32, or float64; takes the maximum of integers, such as counters.
 
     Likewise for the words of random keys: they stay unchanged if all devices hold the same.
     """
@@ -155,7 +155,8 @@ def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
             return collectives.all_reduce_mean(x, axes)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return collectives.all_reduce_max(x, axes)
-        return collectives.all_reduce_mean(x.astype(jnp.float32), axes).astype(x.dtype)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return collectives.all_reduce_mean(x.astype(wide), axes).astype(x.dtype)
 
     return jax.tree.map(mean, model_state)
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
 
 import jdistadam as jda
 from jdistadam.core import hyperparameters
@@ -249,3 +250,29 @@ def test_updates_beside_new_params(dtype):
     assert_trees_same_bits(updates, {"w": difference, "none": None})
     if dtype == jnp.bfloat16:
         assert_trees_same_bits(optax.apply_updates(params, updates), new)
+
+
+@pytest.mark.parametrize("main", [None, F32], ids=str)
+def test_shards_and_replicated_leaves_in_one_shard_map(cpu_mesh, main):
+    """All leaves of a call became shards, which out_specs of the replicated ones refused."""
+    dtype = F32 if main is None else BF16
+    tx = jda.fused_adamw(**HYPER, main_params_dtype=main)
+    rng = np.random.default_rng(5)
+    params, grads = (random_tree(rng, dtype) | {"w": jnp.full((8, 3), x, dtype)} for x in (1, 2))
+    alone = jax.jit(tx.step)(grads, tx.init(params), params)
+
+    def spec(path, _):
+        return jax.P("data") if "['w']" in jax.tree_util.keystr(path) else jax.P()
+
+    mesh, given = cpu_mesh(2), (grads, params, tx.init(params))
+    specs = jax.tree_util.tree_map_with_path(spec, given)
+    placed = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), given, specs
+    )
+    step = jax.shard_map(
+        lambda grads, params, state: tx.step(grads, state, params),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=specs[1:],
+    )
+    assert_trees_same_bits(jax.jit(step)(*placed), alone)

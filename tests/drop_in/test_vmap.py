@@ -307,6 +307,20 @@ def test_sharded_members_stay_where_they_are(place, axis_type):
             assert_same_bits(x, y)
 
 
+def test_sharded_members_with_equal_hyperparameters():
+    """Under jax.set_mesh, coefficients of a member could not be stacked with those of all."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8])
+    here, there = (x[1:] for x in sharded_args(mesh, PLACES["members"]))
+    labels = {"w": "first", "b": "second", "c": "second"}
+    groups = {"first": {}, "second": dict(b1=0.5)}
+    tx = jda.fused_adamw(**HYPER | dict(learning_rate=1e-2), param_labels=labels, groups=groups)
+    step = jax.vmap(tx.step)
+    want = jit(step)(*here)
+    with jax.set_mesh(mesh):
+        got = jit(step)(*there)
+    assert_trees_same_bits(got, want)
+
+
 def test_leaves_whose_members_are_cut_differently():
     """A call has one table of rows: every device then steps all members of all leaves."""
     types, devices = (AxisType.Auto,) * 2, jax.devices("cpu")[:8]

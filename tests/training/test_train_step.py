@@ -193,6 +193,17 @@ def test_model_state_passes_through_micro_batches_and_is_averaged(cpu_mesh, step
     assert not start["mean"].is_deleted() and not np.asarray(start["mean"]).any()
 
 
+def test_a_model_state_in_float64_keeps_its_bits(cpu_mesh):
+    """Its mean over devices was computed in float32."""
+    with jax.enable_x64(True):
+        start = {"sum": jnp.asarray(1 / 3), "seen": jnp.asarray(2.0**30 + 1)}
+        loss = lambda p, x, model_state: (jnp.sum(p["w"]) * jnp.mean(x), model_state)  # noqa: E731
+        tx = make_tx(cpu_mesh(8), mask=None)
+        params, batch = {"w": jnp.ones(3, jnp.float32)}, np.ones(8, np.float32)
+        state, _ = train(tx, loss, [batch], params=params, model_state=start)
+    assert_trees_same_bits(state.model_state, start)
+
+
 def test_every_device_micro_batch_and_step_has_its_own_key(cpu_mesh):
     """The key of each is a function of the first key, the step, the device and the micro-batch."""
 
