@@ -85,9 +85,11 @@ class LossFunction:
             )
         value = dict(zip(names, out, strict=True))
         loss, weight = self._loss_and_weight(out[0], names)
+        new = value.get("model_state")
         if model_state is not None:
-            _check_model_state(value["model_state"], model_state)
-        return LossOutput(loss, weight, value.get("model_state"), _arrays(value.get("aux")))
+            _check_model_state(new, model_state)
+            new = trees.keep_if(None if weight is None else weight == 0, model_state, new)
+        return LossOutput(loss, weight, new, _arrays(value.get("aux")))
 
     def _loss_and_weight(self, value: Any, names: list[str]) -> tuple[jax.Array, Any]:
         if isinstance(value, tuple) != self.weighted or (self.weighted and len(value) != 2):

@@ -110,21 +110,25 @@ def test_zero_total_weight_gives_zero_gradients(cpu_mesh):
 @pytest.mark.parametrize("steps", [1, 2])
 @often(lambda steps: steps == 2)
 def test_a_micro_batch_of_padding_does_not_count(cpu_mesh, steps):
-    """Its mean over no tokens is NaN; its weight is zero, and so is what it adds."""
+    """Its means over no tokens are NaN; its weight is zero, and so is what it adds."""
 
-    def loss(params, batch):
+    def loss(params, batch, model_state):
         weight = jnp.sum(batch["valid"])
-        return jnp.sum(jnp.square(params["w"] - batch["x"]) * batch["valid"]) / weight, weight
+        mean = jnp.sum(batch["x"] * batch["valid"]) / weight
+        value = jnp.sum(jnp.square(params["w"] - batch["x"]) * batch["valid"]) / weight
+        return (value, weight), model_state + mean
 
     batch = {"x": np.arange(32, dtype=np.float32), "valid": np.ones(32, np.float32)}
     batch["valid"][: 4 // steps] = 0  # all that the first micro-batch of the first device has
     batch["x"][: 4 // steps] = 1e6
     tx = make_tx(cpu_mesh(8), mask=None)
     params = {"w": jnp.zeros(())}
-    state, metrics = train(tx, loss, [batch], params=params, accumulate_steps=steps, weighted=True)
+    given = dict(accumulate_steps=steps, weighted=True, model_state=jnp.zeros(()))
+    state, metrics = train(tx, loss, [batch], params=params, **given)
     seen = batch["x"][4 // steps :].astype(np.float64)
     np.testing.assert_allclose(metrics["loss"], np.mean(seen**2), rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], 2 * seen.mean(), rtol=1e-5)
+    np.testing.assert_allclose(state.model_state, seen.sum() / (32 // steps), rtol=1e-5)
     assert np.isfinite(float(state.params["w"]))
 
 
