@@ -140,7 +140,8 @@ def test_weights_work_with_keys_model_state_and_aux():
             factors.append(metrics["aux"])
         main = jda.main_params(state.params, state.opt_state, tx)
         results.append((main, state.model_state, jax.random.key_data(state.rng), factors))
-        assert state.model_state["calls"] == 1 + 2 * 3 and len(np.unique(factors)) > 1
+        # The means over two devices, one of which has a micro-batch of weight zero in each step.
+        assert state.model_state["calls"] == 1 + 3 * (1 + 2) / 2 and len(np.unique(factors)) > 1
     assert_same_trees(*results, "with all else")
 
 
