@@ -88,7 +88,7 @@ class LossFunction:
         new = value.get("model_state")
         if model_state is not None:
             _check_model_state(new, model_state)
-            new = trees.keep_if(None if weight is None else weight == 0, model_state, new)
+            new = new if weight is None else _without_padding(weight, model_state, new)
         return LossOutput(loss, weight, new, _arrays(value.get("aux")))
 
     def _loss_and_weight(self, value: Any, names: list[str]) -> tuple[jax.Array, Any]:
@@ -146,6 +146,19 @@ def _constrained(params: Params, error: Exception) -> PolicyError:
         "without such names (flax.linen.meta.unbox, nnx.to_pure_dict), or keep the annotations "
         "and shard the state instead: docs/drop_in.md."
     )
+
+
+def _without_padding(weight: jax.Array, old: Any, new: Any) -> Any:
+    """A model state whose floats a micro-batch of weight zero, which may make NaNs, leaves alone.
+
+    Counters and random keys go on, so that they stay equal on all devices.
+    """
+
+    def one(a: Any, b: Any) -> Any:
+        is_float = jnp.issubdtype(jax.typeof(b).dtype, jnp.inexact)
+        return trees.keep_if(weight == 0, a, b) if is_float else b
+
+    return jax.tree.map(one, old, new)
 
 
 def _check_model_state(new: Any, old: Any) -> None:

@@ -116,19 +116,25 @@ def test_a_micro_batch_of_padding_does_not_count(cpu_mesh, steps):
         weight = jnp.sum(batch["valid"])
         mean = jnp.sum(batch["x"] * batch["valid"]) / weight
         value = jnp.sum(jnp.square(params["w"] - batch["x"]) * batch["valid"]) / weight
-        return (value, weight), model_state + mean
+        new = {"sum": model_state["sum"] + mean, "calls": model_state["calls"] + 1}
+        return (value, weight), new | {"key": jax.random.fold_in(model_state["key"], 1)}
 
     batch = {"x": np.arange(32, dtype=np.float32), "valid": np.ones(32, np.float32)}
     batch["valid"][: 4 // steps] = 0  # all that the first micro-batch of the first device has
     batch["x"][: 4 // steps] = 1e6
     tx = make_tx(cpu_mesh(8), mask=None)
     params = {"w": jnp.zeros(())}
-    given = dict(accumulate_steps=steps, weighted=True, model_state=jnp.zeros(()))
+    start = {"sum": jnp.zeros(()), "calls": 0, "key": jax.random.key(3)}
+    given = dict(accumulate_steps=steps, weighted=True, model_state=start)
     state, metrics = train(tx, loss, [batch], params=params, **given)
     seen = batch["x"][4 // steps :].astype(np.float64)
     np.testing.assert_allclose(metrics["loss"], np.mean(seen**2), rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], 2 * seen.mean(), rtol=1e-5)
-    np.testing.assert_allclose(state.model_state, seen.sum() / (32 // steps), rtol=1e-5)
+    np.testing.assert_allclose(state.model_state["sum"], seen.sum() / (32 // steps), rtol=1e-5)
+    key = start["key"]
+    for _ in range(steps):
+        key = jax.random.fold_in(key, 1)
+    assert state.model_state["calls"] == steps and state.model_state["key"] == key
     assert np.isfinite(float(state.params["w"]))
 
 
