@@ -45,7 +45,7 @@ def vary_together(tree: Any) -> Any:
 
     The result types of a foreign call come from one operand, so it must have the axes of all.
     """
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    axes = varying_axes(tree)
     return jax.tree.map(lambda x: to_varying(x, tuple(sorted(axes))), tree) if axes else tree
 
 
@@ -73,9 +73,10 @@ def unbound(axes: Axes) -> Axes:
     return tuple(axis for axis in axes if axis not in manual)
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the axes over which ``x`` may differ; none where types do not track it."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Returns the axes over which any leaf may differ; none where types do not track it."""
+    of_leaves = (jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    return frozenset[str]().union(*of_leaves)
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:

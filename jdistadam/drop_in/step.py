@@ -18,7 +18,7 @@ from optax import scale_by_adam as optax_scale_by_adam
 from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 
 from jdistadam.core import trees
-from jdistadam.core.codecs import Codec, codec_of, is_codes, moment_leaves
+from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
 from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
@@ -250,8 +250,7 @@ def step_leaves(
             calls.setdefault((dtypes, rows[i] // 2, None), []).append(i)
         elif leaf.grad.size:
             # All results of a call vary over the same axes of a shard_map.
-            axes = frozenset().union(*map(varying_axes, jax.tree.leaves(leaf)))
-            calls.setdefault((dtypes, None, axes), []).append(i)
+            calls.setdefault((dtypes, None, varying_axes(leaf)), []).append(i)
         else:  # the leaf stays as it is
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     scalars = Scalars.plain(coefficient_rows(hypers, count))
@@ -299,7 +298,7 @@ def _squares(old: Sequence[TreeLeaf], new: Sequence[TreeLeaf]) -> jax.Array:
 
 def _dtype(x: Any) -> Any:
     """The dtype or format of an array, by which calls are separated; None for None."""
-    return x if x is None else codec_of(x) if is_codes(x) else jnp.dtype(x.dtype)
+    return x if x is None else codec_of(x) if hasattr(x, "codes") else jnp.dtype(x.dtype)
 
 
 def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_stochastic: bool) -> bool:
