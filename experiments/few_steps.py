@@ -3,7 +3,8 @@
     XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" compute-sanitizer \\
         --tool memcheck --report-api-errors no python experiments/few_steps.py
 
-The other tool that knows these kernels is racecheck. NCCL's calls that CUDA refuses are no errors.
+``--tool racecheck`` looks for races. ``--report-api-errors no`` leaves out calls that CUDA refuses
+and that are no errors: NCCL makes many.
 """
 
 import os

@@ -414,7 +414,7 @@ def fastest(rows, prefix) -> dict:
     return min((x for name, x in rows.items() if name.startswith(prefix)), key=lambda x: x["ms"])
 
 
-def gain(record, group, variant) -> str:
+def gain(record, variant, group) -> str:
     """How many percent more tokens/s than with the fastest annotations, by ratios of one round."""
     rows = clipped_steps(record)[group]
     rival, ours = fastest(rows, "annotated"), rows[variant]
@@ -422,10 +422,13 @@ def gain(record, group, variant) -> str:
 
 
 def headline() -> str:
-    """The gains in time and in memory on four GPUs."""
-    many, few = "unrolled-8", "unrolled-1"
-    best = ("h100_x4/clipped_four_processes", ONCE)
-    optim = ("h100_x4/clipped", "optim+float32sum")
+    """The gains in time and in memory on two and four GPUs."""
+    runs = (
+        ("h200_x2/clipped_two_processes", "optim+float32sum"),
+        ("h200_x2/clipped", "optim+float32sum"),
+        ("h100_x4/clipped_four_processes", ONCE),
+    )
+    gains = [[gain(*run, x) for x in ("unrolled-8", "unrolled-1")] for run in runs]
     large = scanned_rows("large_model", "scanned-8")
     rival, ours = (large[x] for x in ("annotated_fsdp+first_dim", SCANNED_CODED))
     held, needed = (
@@ -436,14 +439,16 @@ def headline() -> str:
     more = f"{100 * (1 - ours['ms'] / rival['ms']):.1f} %"
     folder = "experiments/results/bench_step"
     return (
-        "- **Fast.** Four H100s train a GPT of 1.31e9 parameters on "
-        f"**[{gain(best[0], many, best[1])} more tokens per second]({folder}/{best[0]}.json)** "
-        "than with `optax.adamw` and its fastest `NamedSharding`s at 8 sequences per GPU, and on "
-        f"**{gain(best[0], few, best[1])} more** at one (ZeRO-3, parameters gathered once, a "
-        f"process for each GPU). With ZeRO-1 in one process, {gain(optim[0], many, optim[1])} and "
-        f"{gain(optim[0], few, optim[1])}. [All times and rivals](docs/benchmarks.md).\n"
+        "- **Fast.** Two H200s train a GPT of 1.31e9 parameters on "
+        f"**[{gains[0][0]} more tokens per second]({folder}/{runs[0][0]}.json)** than with "
+        "`optax.adamw` and its fastest `NamedSharding`s at 8 sequences per GPU, and on "
+        f"**{gains[0][1]} more** at one (ZeRO-1, a process for each GPU). In one process, it is "
+        f"{gains[1][0]} and {gains[1][1]}. With an earlier revision on four H100s (ZeRO-3, "
+        "parameters gathered once, a process for each GPU), it was "
+        f"[{gains[2][0]} and {gains[2][1]}]({folder}/{runs[2][0]}.json). "
+        "[All times and rivals](docs/benchmarks.md).\n"
         "- **Small.** With 8-bit moments and 16-bit remainders of main parameters (float32 master "
-        "weights), each of four GPUs holds "
+        "weights), each of four H100s, with an earlier revision, holds "
         f"**[{held[0]} GB of a GPT of 6.7e9 parameters]({folder}/h100_x4/large_model.json)** "
         f"between steps and needs {needed[0]} GB during a step ({wide} GB with a float32 state). "
         f"`optax.adamw` (float32 state, FSDP by `NamedSharding`) holds {held[1]} GB, needs "
