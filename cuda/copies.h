@@ -32,6 +32,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -66,6 +67,7 @@ struct CopyClique {
   std::vector<int64_t> devices;  // their numbers, which are those of JAX
   std::vector<int> processes;    // of each device; kHere for this process
   std::vector<int> ordinals;     // of those of this process
+  mutable std::atomic<bool> has_died{false};  // one of the processes
 };
 
 constexpr int kHere = -1;
@@ -266,7 +268,7 @@ class CopyBoard {
     return PostLocked(who, visit, is_gather, std::move(post), is_last, why);
   }
 
-  // The job that a device started with this target. Null with `*why` if the execution failed.
+  // The job that a device started, by its first target. Null with `*why` if the execution failed.
   JobPointer Finish(const CopyVisitor& who, const char* target, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (HasFailed(who.run, why)) return nullptr;
@@ -391,9 +393,9 @@ class CopyBoard {
 
   void FailLocked(int64_t run, const std::string& why) {
     if (run < 0 && tell_failure && failures_.count(run) == 0) tell_failure(run, why);
-    if (failures_.count(run) == 0 && failures_.size() >= kMaxRuns)
-      failures_.erase(failures_.begin());
     failures_.insert({run, why});
+    const auto oldest = failures_.lower_bound(0);  // of executions; those of cliques are for good
+    if (size_t(std::distance(oldest, failures_.end())) > kMaxRuns) failures_.erase(oldest);
     auto it = gathering_.lower_bound({run, INT64_MIN, INT64_MIN});
     while (it != gathering_.end() && it->first.run == run) {
       it->second->Fail(why);
@@ -415,8 +417,9 @@ class CopyBoard {
   bool is_stopped_ = false;
   std::atomic<bool> is_used_{false};
   std::map<Key, JobPointer> gathering_;  // not all devices have come
-  std::map<std::tuple<int, int64_t, const char*>, JobPointer> started_;  // by place, run and target
-  std::map<int64_t, std::string> failures_;                              // by execution
+  // By place, run and first target: what a device has started and not waited for.
+  std::map<std::tuple<int, int64_t, const char*>, JobPointer> started_;
+  std::map<int64_t, std::string> failures_;  // by execution
   std::map<std::pair<int64_t, int>, std::deque<std::pair<int64_t, int64_t>>> visits_;
 };
 

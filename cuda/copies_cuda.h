@@ -136,15 +136,26 @@ inline void EndUnlessDone(cudaError_t error, int place) {
   std::abort();
 }
 
+// Waits until an event of another process has happened. If a process has died, the driver has ended
+// its copies soon, and their event may never happen.
+inline cudaError_t AwaitElsewhere(cudaEvent_t event, const CopyClique& clique) {
+  cudaError_t error = cudaEventQuery(event);
+  for (int ms = 0; error == cudaErrorNotReady && !(clique.has_died && ms > 5000); ++ms) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    error = cudaEventQuery(event);
+  }
+  return error == cudaErrorNotReady ? cudaSuccess : error;
+}
+
 // Waits until all copies of a job that all devices have started are done.
 inline void DrainCopies(CudaCopies::Job& job) {
   job.WaitUntilSettled();
   for (int p = 0; p < job.count(); ++p) {
     const CopyEvents& events = job.posts[p].extra;
-    const auto any = events.opened.begin();
-    const auto sent = any == events.opened.end() ? events.sent.get() : any->second.second;
-    for (const cudaEvent_t event : {sent, events.kept.get()})
-      if (event != nullptr) EndUnlessDone(cudaEventSynchronize(event), p);
+    if (!events.opened.empty())
+      EndUnlessDone(AwaitElsewhere(events.opened.begin()->second.second, *job.clique), p);
+    for (const PooledEvent* event : {&events.sent, &events.kept})
+      if (event->get() != nullptr) EndUnlessDone(cudaEventSynchronize(event->get()), p);
   }
 }
 
@@ -390,7 +401,8 @@ class LinkProbe {
     (void)cudaGetLastError();
   }
 
-  // Returns GB/s, the most of a few copies; 0 if it fails, as where memory is lacking.
+  // Returns GB/s, the most of a few copies; 0 if it fails, as where memory is lacking; -1 if copies
+  // bring other values.
   double Measure() {
     if (Prepare() != cudaSuccess) return 0;
     float least = 0;
@@ -399,22 +411,37 @@ class LinkProbe {
       if (Time(&ms) != cudaSuccess) return 0;
       if (i == 1 || (i > 1 && ms < least)) least = ms;  // the first one warms up
     }
+    bool is_right = true;
+    if (Check(&is_right) != cudaSuccess) return 0;
+    if (!is_right) return -1;
     return least > 0 ? double(kBytes) / 1e6 / double(least) : 0;
   }
 
  private:
   static constexpr size_t kBytes = size_t{64} << 20;
+  static constexpr int kValue = 0x5a;
 
   cudaError_t Prepare() {
     cudaError_t error = cudaSetDevice(to_);
     if (error == cudaSuccess) error = cudaMalloc(&target_, kBytes);
+    if (error == cudaSuccess) error = cudaMemset(target_, 0, kBytes);
+    if (error == cudaSuccess) error = cudaDeviceSynchronize();
     if (error == cudaSuccess) error = cudaSetDevice(from_);
     if (error == cudaSuccess) error = cudaDeviceEnablePeerAccess(to_, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
     if (error == cudaSuccess) error = cudaMalloc(&source_, kBytes);
+    if (error == cudaSuccess) error = cudaMemset(source_, kValue, kBytes);
+    if (error == cudaSuccess) error = cudaDeviceSynchronize();
     if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
     if (error == cudaSuccess) error = cudaEventCreate(&begin_);
     return error == cudaSuccess ? cudaEventCreate(&end_) : error;
+  }
+
+  cudaError_t Check(bool* is_right) {
+    std::vector<char> found(kBytes);
+    const cudaError_t error = cudaMemcpy(found.data(), target_, kBytes, cudaMemcpyDefault);
+    *is_right = std::all_of(found.begin(), found.end(), [](char x) { return x == kValue; });
+    return error;
   }
 
   cudaError_t Time(float* ms) {

@@ -1,6 +1,7 @@
 // What the Python module (module.cc) needs of its backend, ffi_cpu.cc or ffi_cuda.cc.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "ffi_adam.h"
@@ -24,14 +25,21 @@ struct NamedHandler {
 std::vector<NamedHandler> Handlers();
 // Whether a device can read and write the memory of another device of this process.
 bool CanReach(int device, int peer);
-// GB/s of a copy from a device to another one, measured now; 0 if it could not be measured.
+// GB/s of a copy from a device to another one, measured now; 0 if it could not be measured, and -1
+// if it brings other values.
 double LinkSpeed(int device, int peer);
 // Ends the threads that make copies between devices, or wait for them. No copy starts afterwards.
 void StopCopies();
 // Whether devices of this process can write the memory of another one.
 bool ReachesProcess(int pid);
+// The name of a device in all processes of a host, and whether a device of this process can access
+// the memory of one with such a name. Unknown if this process does not see it: a trial tells.
+std::string NameOfDevice(int device);
+bool ReachesDevice(int device, const std::string& name);
 // Connects this process with others of its host: processes.h. Takes the descriptors.
 void JoinProcesses(int me, const JoinedProcesses& joined);
+// Ends that: the sockets, and the thread that listens to them. Others hear why.
+void LeaveProcesses(const std::string& why);
 
 // The function that XLA calls. It decodes the operands and passes them to `kHandler`.
 template <typename Context, auto kBinding, auto kHandler, ffi::Traits... kTraits>

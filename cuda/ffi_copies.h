@@ -135,8 +135,8 @@ ffi::Error PostCopies(Board& board, Processes& processes, const CopyVisitor& who
   };
   if (who.clique == nullptr) {
     *job = start();
-  } else if (why = processes.Show(arrays); why.empty()) {
-    *job = processes.Post(who, start, &why);
+  } else if (why = processes.Show(who, gathers, arrays); why.empty()) {
+    *job = processes.Post(who, start);
   } else {
     why = FailureOf(who.me, why);
   }

@@ -78,17 +78,18 @@ class CpuBackend {
   CpuCopies& board() { return CpuBoard(); }
   void Use(const std::vector<int>&) {}
   template <typename Peers>
-  std::string Show(const Peers&, const std::vector<CopyArray>&) {
+  std::string Show(const Peers&, const char*, size_t) {
     return "";
   }
   CopyAddress AddressOf(const char* pointer) { return {0, uint64_t(pointer)}; }
-  char* Reach(CopyPeer&, const CopyAddress& address) {
+  char* Reach(CopyPeer&, const CopyAddress& address, size_t, std::string*) {
     return reinterpret_cast<char*>(address.offset);
   }
-  std::string Learn(CopyPeer&, CopyMessage, MessageReader&) { return "memory of a CPU"; }
+  void Learn(CopyPeer&, CopyMessage, MessageReader&) {}
   void PutExtra(MessageWriter*, const char&) {}
   bool GetExtra(CopyPeer&, MessageReader*, char*) { return true; }
   void Launch(const CpuCopies::JobPointer& job);
+  bool IsWaitingFor(int) { return false; }
 };
 
 static CopyProcesses<CpuCopies, CpuBackend>& CpuProcesses() {
@@ -226,6 +227,12 @@ bool ReachesProcess(int pid) {
   const iovec here{&byte, 1}, nowhere{reinterpret_cast<void*>(1), 1};
   return process_vm_readv(pid, &here, 1, &nowhere, 1, 0) >= 0 || errno == EFAULT;
 }
+
+void LeaveProcesses(const std::string& why) { CpuProcesses().Stop("left: " + why); }
+
+std::string NameOfDevice(int) { return ""; }
+
+bool ReachesDevice(int, const std::string&) { return true; }
 
 double LinkSpeed(int, int) { return 0; }
 

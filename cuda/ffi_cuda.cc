@@ -116,6 +116,8 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, con
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
       status = cudaStreamWaitEvent(stream, job->posts[p].extra.SentFor(ordinal), 0);
+    if (status == cudaSuccess && job->clique != nullptr)
+      status = CudaProcesses().backend().HasEnqueuedWaits(job, ordinal, stream);
     if (status != cudaSuccess) why = FailureOf(who.me, cudaGetErrorString(status));
     if (why.empty() && job->clique != nullptr) CudaProcesses().HasWaited(job);
   }
@@ -132,6 +134,8 @@ void StopCopies() {
 
 void JoinProcesses(int me, const JoinedProcesses& joined) { CudaProcesses().Join(me, joined); }
 
+void LeaveProcesses(const std::string& why) { CudaProcesses().Stop("left: " + why); }
+
 bool ReachesProcess(int) { return MemoryDriver::Get() != nullptr; }
 
 double LinkSpeed(int device, int peer) { return LinkProbe(device, peer).Measure(); }
@@ -143,6 +147,19 @@ bool CanReach(int device, int peer) {
     return false;
   }
   return can != 0;
+}
+
+std::string NameOfDevice(int device) {
+  char name[32] = "";
+  if (cudaDeviceGetPCIBusId(name, sizeof name, device) != cudaSuccess) (void)cudaGetLastError();
+  return name;
+}
+
+bool ReachesDevice(int device, const std::string& name) {
+  int peer = -1;
+  if (cudaDeviceGetByPCIBusId(&peer, name.c_str()) == cudaSuccess) return CanReach(device, peer);
+  (void)cudaGetLastError();
+  return true;
 }
 
 std::vector<NamedHandler> Handlers() { return HandlersOf<ffi::PlatformStream<cudaStream_t>>(); }

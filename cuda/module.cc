@@ -1,5 +1,6 @@
 // The Python module of one backend: `_cpu` or `_cuda`, the same source compiled twice.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,6 +18,8 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.def("link_speed", &jdistadam::LinkSpeed, nb::call_guard<nb::gil_scoped_release>());
   m.def("stop_copies", &jdistadam::StopCopies, nb::call_guard<nb::gil_scoped_release>());
   m.def("reaches_process", &jdistadam::ReachesProcess);
+  m.def("name_of_device", &jdistadam::NameOfDevice);
+  m.def("reaches_device", &jdistadam::ReachesDevice);
   m.def("join_processes",
         [](int me, const std::vector<std::tuple<int64_t, int, int>>& devices,
            const std::vector<std::tuple<int, int, int>>& sockets, double grace_seconds) {
@@ -27,6 +30,7 @@ NB_MODULE(JDISTADAM_MODULE, m) {
             joined.sockets.push_back({process, fd, pid});
           jdistadam::JoinProcesses(me, joined);
         });
+  m.def("leave_processes", &jdistadam::LeaveProcesses, nb::call_guard<nb::gil_scoped_release>());
   m.def("handlers", [] {
     nb::dict handlers;
     for (const auto& [name, handler] : jdistadam::Handlers())

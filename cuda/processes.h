@@ -5,20 +5,23 @@
 //
 //   memory   an allocation that posts will name, with a file descriptor if others cannot name it
 //   gone     an allocation that was released
-//   post     a device has started copies: of which arrays, and the events that they wait for
+//   post     a device has started copies: to which arrays, and the events that they wait for
 //   issued   a device has enqueued the copies that it sends, or has given up
 //   failed   the clique makes no more copies
 //   waited   all devices of the process have enqueued their waits: events may be recorded again
-//   bye      the process ends
+//   bye      the process copies no more, and why
 //
 // All devices of a *clique* start the same copies in one order, so starts meet by their number.
-// After a failure it makes no more copies. A socket that closes without "bye" belongs to a process
-// that has died: nothing can go on, as JAX's own collectives cannot. Devices return an error, and
-// the process ends if nobody else ends it before.
+// After a failure it makes no more copies: whoever has started one, or starts one, returns an error
+// with the first reason. A clique fails if a device of it fails, if a process cannot use what
+// another one posts, or if a process has gone. A socket that closes without "bye" belongs to a
+// process that has died. No process ends because of that, unless a GPU already waits for a copy of
+// the one that has died: nothing else ends such a wait.
 #pragma once
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -163,8 +166,8 @@ class CopyPeer {
 
   const int process;
   const pid_t pid;
-  bool has_left = false;  // it has said so
-  std::string refused;    // why this process does not listen any more
+  std::string left;     // as it has said: "ended", or why it copies no more
+  std::string refused;  // why this process does not listen any more
 
  private:
   struct Outgoing {
@@ -214,19 +217,20 @@ struct JoinedDevice {
 struct JoinedProcesses {
   std::vector<JoinedDevice> devices;                 // of all processes
   std::vector<std::tuple<int, int, pid_t>> sockets;  // process, descriptor, pid; others alone
-  double grace_seconds;                              // before a process ends after another
+  double grace_seconds;                              // for GPUs that wait for one that has died
 };
 
 // The other processes. `Backend` makes copies and knows memory:
 //
 //   Board& board()
 //   void Use(ordinals)                called first, by the thread that listens: this process's
-//   string Show(peers, arrays)        tells others of the memory of some arrays; why it cannot
-//   CopyAddress AddressOf(pointer)
-//   char* Reach(peer, address)        where this process reaches it; null if it cannot
-//   string Learn(peer, kind, reader)  a message on memory; why it is of no use
+//   string Show(peers, target, bytes)     tells others of the memory of a target; why it cannot
+//   CopyAddress AddressOf(target)
+//   char* Reach(peer, address, bytes, why)   where this process reaches them; null if it cannot
+//   void Learn(peer, kind, reader)    a message on memory
 //   void PutExtra(writer, extra), bool GetExtra(peer, reader, extra*)
 //   void Launch(job)                  lets the devices of this process send
+//   bool IsWaitingFor(process)        whether a device still waits for copies of one that has died
 template <typename Board, typename Backend>
 class CopyProcesses {
  public:
@@ -288,16 +292,20 @@ class CopyProcesses {
   }
 
   // Before a device of this process starts copies. Returns why it cannot.
-  std::string Show(const std::vector<CopyArray>& arrays) { return backend_.Show(peers_, arrays); }
+  std::string Show(const CopyVisitor& who, bool is_gather, const std::vector<CopyArray>& arrays) {
+    std::string why;
+    for (const CopyArray& a : arrays)
+      if (why.empty()) why = backend_.Show(peers_, a.target, BytesOf(a, is_gather, who.count));
+    return why;
+  }
 
   // A device of this process starts copies: `start` posts them on the board, and others are told.
-  // Null with `*why` if a process of the clique has gone.
+  // Null if the clique has failed, as it has if a process of it has gone.
   template <typename Start>
-  JobPointer Post(const CopyVisitor& who, const Start& start, std::string* why) {
+  JobPointer Post(const CopyVisitor& who, const Start& start) {
     const std::lock_guard<std::mutex> lock(posting_);  // so that nothing is launched before
-    for (const auto& [process, reason] : gone_)
-      if (Has(*who.clique, process)) *why = reason;
-    if (!why->empty()) return nullptr;
+    for (const auto& [process, why] : gone_)
+      if (Has(*who.clique, process)) backend_.board().Fail(who.run, why);
     const JobPointer job = start();
     if (job != nullptr) TellPost(job, who.me);
     return job;
@@ -318,13 +326,15 @@ class CopyProcesses {
     TellAll(*job->clique, CopyMessage::kWaited, body.Put(job->run).Put(job->visit).bytes);
   }
 
-  // Python ends.
-  void Stop() {
+  // This process copies no more: it has "ended", or left for another reason.
+  void Stop(const std::string& why = "ended") {
     if (peers_.empty() || is_stopped_) return;
-    for (const auto& [process, peer] : peers_) peer->Send(CopyMessage::kBye, "");
+    for (const auto& [process, peer] : peers_)
+      peer->Send(CopyMessage::kBye, MessageWriter().PutText(why).bytes);
     is_stopped_ = true;
     Wake();
     if (thread_.joinable()) thread_.join();
+    for (std::thread& thread : waiting_) thread.join();
     for (const auto& [process, peer] : peers_) close(peer->fd());
   }
 
@@ -335,11 +345,12 @@ class CopyProcesses {
   void TellPost(const JobPointer& job, int me) {
     Remember(job);
     MessageWriter body;
-    body.PutAll(job->clique->devices).Put(me).Put(job->visit).Put(job->site).Put(job->is_gather);
+    body.PutAll(job->clique->devices).Put(me).Put(job->visit).Put(job->site);
+    body.Put(uint8_t(job->is_gather));
     backend_.PutExtra(&body, job->posts[me].extra);
     body.Put(uint64_t(job->posts[me].arrays.size()));
     for (const CopyArray& a : job->posts[me].arrays) {
-      body.Put(backend_.AddressOf(a.source)).Put(backend_.AddressOf(a.target));
+      body.Put(backend_.AddressOf(a.target));
       body.Put(uint64_t(a.rows)).Put(uint64_t(a.run)).Put(uint64_t(a.pitch));
     }
     TellAll(*job->clique, CopyMessage::kPost, body.bytes);
@@ -410,6 +421,7 @@ class CopyProcesses {
     std::vector<int> ordinals;
     for (const auto& [number, device] : devices_)
       if (device.process == me_) ordinals.push_back(device.ordinal);
+    pthread_setname_np(pthread_self(), "jda peers");
     backend_.Use(ordinals);
     std::vector<pollfd> fds{{wake_[0], POLLIN, 0}};
     std::vector<CopyPeer*> peers{nullptr};
@@ -442,13 +454,14 @@ class CopyProcesses {
       if (clique->run == run) TellAll(*clique, CopyMessage::kFailed, body.bytes);
   }
 
-  // Each of these returns why a message is of no use. Those on copies that have failed here are
-  // ignored.
+  // Each of these returns why a message is of no use: it is not one of ours, so this process does
+  // not listen any more. Those on copies that have failed here are ignored.
   std::string Handle(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
     switch (kind) {
       case CopyMessage::kMemory:
       case CopyMessage::kGone:
-        return backend_.Learn(peer, kind, reader);
+        backend_.Learn(peer, kind, reader);
+        return "";
       case CopyMessage::kPost:
         return HandlePost(peer, reader);
       case CopyMessage::kIssued:
@@ -461,37 +474,34 @@ class CopyProcesses {
       case CopyMessage::kWaited:
         return HandleWaited(peer, reader);
       case CopyMessage::kBye:
-        peer.has_left = true;
+        peer.left = reader.GetText();
         return "";
     }
     return "a message of an unknown kind";
   }
 
   std::string HandlePost(CopyPeer& peer, MessageReader& reader) {
-    const CopyClique* clique = CliqueOf(reader.GetAll<int64_t>());
+    const auto numbers = reader.GetAll<int64_t>();
+    const bool is_too_many = numbers.size() > size_t(kMaxCopyDevices);
+    const CopyClique* clique = is_too_many ? nullptr : CliqueOf(numbers);
     const int place = reader.Get<int>();
     const auto visit = reader.Get<int64_t>(), site = reader.Get<int64_t>();
-    const bool is_gather = reader.Get<bool>();
-    typename Job::Post post{};
-    if (!reader.is_valid || clique == nullptr || place < 0 ||
-        place >= int(clique->processes.size()) || clique->processes[place] != peer.process)
+    const auto is_gather = reader.Get<uint8_t>();
+    if (!reader.is_valid || is_gather > 1 || clique == nullptr || place < 0 ||
+        place >= int(numbers.size()) || clique->processes[place] != peer.process)
       return "copies of devices that are not its own";
-    if (!backend_.GetExtra(peer, &reader, &post.extra)) return "events that cannot be opened";
-    const auto count = reader.Get<uint64_t>();
-    for (uint64_t i = 0; i < count && reader.is_valid; ++i) {
-      char* source = backend_.Reach(peer, reader.Get<CopyAddress>());
-      char* target = backend_.Reach(peer, reader.Get<CopyAddress>());
-      const auto rows = reader.Get<uint64_t>(), run = reader.Get<uint64_t>();
-      post.arrays.push_back({source, target, rows, run, reader.Get<uint64_t>()});
-      if (source == nullptr || target == nullptr) return "arrays in memory that is not known";
-    }
-    const CopyVisitor who{clique->run, site, int(clique->processes.size()), place, clique};
+    const CopyVisitor who{clique->run, site, int(numbers.size()), place, clique};
+    typename Job::Post post{};
+    std::string why = ReadPost(peer, reader, is_gather, who.count, &post);
+    if (!reader.is_valid) return "a message of a wrong size";
     bool is_last = false;
-    std::string why;
     JobPointer job;
-    {
+    if (why.empty()) {
       const std::lock_guard<std::mutex> lock(posting_);
       job = backend_.board().StartElsewhere(who, visit, is_gather, std::move(post), &is_last, &why);
+    } else {
+      why = NameOf(peer) + " has posted " + why;
+      backend_.board().Fail(who.run, why);
     }
     if (job == nullptr) {  // the other process may have heard of all starts, and wait for copies
       for (int p = 0; p < who.count; ++p)
@@ -501,6 +511,23 @@ class CopyProcesses {
     Remember(job);
     if (is_last) backend_.Launch(job);
     return "";
+  }
+
+  // Returns why this process cannot copy to and from the arrays of a device.
+  std::string ReadPost(CopyPeer& peer, MessageReader& reader, bool is_gather, int devices,
+                       typename Job::Post* post) {
+    std::string why;
+    if (!backend_.GetExtra(peer, &reader, &post->extra)) why = "events that cannot be opened";
+    const auto count = reader.Get<uint64_t>();
+    for (uint64_t i = 0; i < count && reader.is_valid; ++i) {
+      const auto target = reader.Get<CopyAddress>();
+      const auto rows = reader.Get<uint64_t>(), run = reader.Get<uint64_t>();
+      CopyArray array{nullptr, nullptr, rows, run, reader.Get<uint64_t>()};
+      const size_t bytes = BytesOf(array, is_gather, devices);
+      if (why.empty()) array.target = backend_.Reach(peer, target, bytes, &why);
+      post->arrays.push_back(array);
+    }
+    return why;
   }
 
   std::string HandleIssued(MessageReader& reader) {
@@ -530,14 +557,17 @@ class CopyProcesses {
     return "";
   }
 
-  // Nothing will come from a process.
+  static std::string NameOf(const CopyPeer& peer) {
+    return "process " + std::to_string(peer.process) + " (pid " + std::to_string(peer.pid) + ")";
+  }
+
+  // Nothing will come from a process: it has gone, or this one does not listen to it any more.
   void HasGone(CopyPeer& peer) {
-    const std::string why = "process " + std::to_string(peer.process) + " (pid " +
-                            std::to_string(peer.pid) + ") has " +
+    const bool has_died = peer.left.empty() && peer.refused.empty();
+    const std::string why = NameOf(peer) + " has " +
                             (!peer.refused.empty() ? "sent " + peer.refused
-                             : peer.has_left       ? "ended"
+                             : !has_died           ? peer.left
                                                    : "died");
-    const bool has_died = !peer.has_left && !is_stopped_;
     std::vector<std::pair<JobPointer, int>> lost;
     std::set<int64_t> runs;
     {
@@ -545,7 +575,10 @@ class CopyProcesses {
       const std::lock_guard<std::mutex> lock(mutex_);
       gone_[peer.process] = why;
       for (const auto& [numbers, clique] : cliques_)
-        if (has_died && Has(*clique, peer.process)) runs.insert(clique->run);
+        if (peer.left.empty() && Has(*clique, peer.process)) {
+          runs.insert(clique->run);
+          if (has_died) clique->has_died = true;
+        }
       for (auto& [key, record] : records_)  // one that ended has finished what it has started
         for (const int place : std::set<int>(record.to_settle))
           if (record.job->clique->processes[place] == peer.process) {
@@ -554,19 +587,32 @@ class CopyProcesses {
             runs.insert(record.job->run);
           }
     }
-    if (has_died)
-      std::fprintf(
-          stderr,
-          "jdistadam: %s. This process ends too, after %.0f s at most. Start all processes "
-          "again and restore a checkpoint.\n",
-          why.c_str(), grace_seconds_);
     for (const int64_t run : runs) backend_.board().Fail(run, why);
     for (const auto& [job, place] : lost) job->HasGivenUp(place, why);
-    if (!has_died) return;
-    std::thread([seconds = grace_seconds_] {
-      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-      _exit(1);
-    }).detach();
+    if (!peer.refused.empty()) {  // it has heard why
+      peer.Send(CopyMessage::kBye, MessageWriter().PutText("left").bytes);
+      shutdown(peer.fd(), SHUT_RDWR);
+    }
+    if (has_died) waiting_.emplace_back([this, id = peer.process, why] { Await(id, why); });
+  }
+
+  // Ends this process if a device of it waits for copies of one that has died.
+  void Await(int process, const std::string& why) {
+    for (double waited = 0; waited < grace_seconds_; waited += 0.1) {
+      if (is_stopped_ || !backend_.IsWaitingFor(process)) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    std::fprintf(stderr,
+                 "jdistadam: %s, and for %.0f s a GPU of this process has waited for copies of it, "
+                 "which nothing else can end. This process ends. Start all processes again and "
+                 "restore a checkpoint.\n",
+                 why.c_str(), grace_seconds_);
+    std::fflush(stderr);
+    _exit(1);
+  }
+
+  static size_t BytesOf(const CopyArray& a, bool is_gather, int devices) {
+    return a.rows * a.run * size_t(is_gather ? devices : devices - 1);
   }
 
   static bool Has(const CopyClique& clique, int process) {
@@ -588,6 +634,7 @@ class CopyProcesses {
   std::atomic<bool> is_stopped_{false};
   int wake_[2] = {-1, -1};
   std::thread thread_;
+  std::vector<std::thread> waiting_;  // for copies of processes that have died; of thread_
 };
 
 }  // namespace jdistadam

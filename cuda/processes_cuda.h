@@ -62,18 +62,13 @@ class CudaBackend {
   // get no context of it.
   void Use(std::vector<int> ordinals) { ordinals_ = std::move(ordinals); }
 
-  // Tells others of allocations that they have not seen. Returns why it cannot.
+  // Tells others of the allocation of an array if they have not seen it. Returns why it cannot.
   template <typename Peers>
-  std::string Show(const Peers& peers, const std::vector<CopyArray>& arrays) {
+  std::string Show(const Peers& peers, const char* array, size_t bytes) {
     const MemoryDriver* driver = MemoryDriver::Get();
     if (driver == nullptr) return "the driver cannot share memory";
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const CopyArray& array : arrays)
-      for (const char* pointer : {array.source, array.target}) {
-        const std::string why = ShowLocked(*driver, peers, pointer);
-        if (!why.empty()) return why;
-      }
-    return "";
+    return ShowLocked(*driver, peers, CUdeviceptr(array), bytes);
   }
 
   CopyAddress AddressOf(const char* pointer) {
@@ -84,44 +79,32 @@ class CudaBackend {
     return {allocation.number, uint64_t(pointer) - start};
   }
 
-  char* Reach(CopyPeer& peer, const CopyAddress& address) {
+  char* Reach(CopyPeer& peer, const CopyAddress& address, size_t bytes, std::string* why) {
     const auto found = mapped_.find({peer.process, address.allocation});
-    if (found == mapped_.end() || address.offset > found->second.size) return nullptr;
-    return reinterpret_cast<char*>(found->second.start + address.offset);
+    const size_t size = found == mapped_.end() ? 0 : found->second.size;
+    if (bytes <= size && address.offset <= size - bytes)
+      return reinterpret_cast<char*>(found->second.start + address.offset);
+    const auto refused = refused_.find(peer.process);
+    *why = refused == refused_.end() ? "arrays in memory that is not known" : refused->second;
+    return nullptr;
   }
 
-  // Called by the thread that listens alone, as Reach is.
-  std::string Learn(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
-    const MemoryDriver* driver = MemoryDriver::Get();
+  // Called by the thread that listens alone, as Reach is. Posts of arrays in memory that cannot be
+  // mapped are refused with the reason.
+  void Learn(CopyPeer& peer, CopyMessage kind, MessageReader& reader) {
     const auto number = reader.Get<uint64_t>(), size = reader.Get<uint64_t>();
     const std::pair<int, uint64_t> key{peer.process, number};
-    if (kind == CopyMessage::kGone) {
-      const auto found = mapped_.find(key);
-      if (found == mapped_.end()) return "";
+    if (kind == CopyMessage::kMemory) {
+      const std::string why = Map(peer.TakePassed(), size, &mapped_[key]);
+      if (why.empty()) return;
+      refused_[peer.process] = why;
+      mapped_.erase(key);
+    } else if (const auto found = mapped_.find(key); found != mapped_.end()) {
+      const MemoryDriver* driver = MemoryDriver::Get();
       driver->unmap(found->second.start, found->second.size);
       driver->free(found->second.start, found->second.size);
       mapped_.erase(found);
-      return "";
     }
-    const int fd = peer.TakePassed();
-    if (driver == nullptr || fd < 0) return "memory without a descriptor";
-    Mapped mapped{0, size_t(size)};
-    CUmemGenericAllocationHandle handle = 0;
-    CUresult error = driver->import_from(&handle, reinterpret_cast<void*>(intptr_t(fd)),
-                                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    close(fd);
-    if (error != CUDA_SUCCESS) return "memory that cannot be imported";
-    error = driver->reserve(&mapped.start, mapped.size, 0, 0, 0);
-    if (error == CUDA_SUCCESS) error = driver->map(mapped.start, mapped.size, 0, handle, 0);
-    driver->release(handle);  // the mapping keeps it
-    std::vector<CUmemAccessDesc> access;
-    for (const int i : ordinals_)
-      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, i}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
-    if (error == CUDA_SUCCESS)
-      error = driver->set_access(mapped.start, mapped.size, access.data(), access.size());
-    if (error != CUDA_SUCCESS) return "memory that cannot be mapped";
-    mapped_[key] = mapped;
-    return "";
   }
 
   void PutExtra(MessageWriter* writer, const CopyEvents& events) {
@@ -148,7 +131,37 @@ class CudaBackend {
       if (job->IsHere(p)) SendFrom(job->clique->ordinals[p], job, p);
   }
 
+  // A device has enqueued its waits on a stream. Others cannot tell it that a process has died.
+  cudaError_t HasEnqueuedWaits(const CudaCopyJob& job, int ordinal, cudaStream_t stream) {
+    PooledEvent passed;
+    cudaError_t error = passed.Take(ordinal, false);
+    if (error == cudaSuccess) error = cudaEventRecord(passed.get(), stream);
+    if (error != cudaSuccess) return error;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& waits = waits_[ordinal];
+    while (!waits.empty() && cudaEventQuery(waits.front().passed.get()) == cudaSuccess)
+      waits.pop_front();
+    waits.push_back({job, std::move(passed)});
+    return cudaSuccess;
+  }
+
+  bool IsWaitingFor(int process) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [ordinal, waits] : waits_)
+      for (const Wait& wait : waits) {
+        const std::vector<int>& of = wait.job->clique->processes;
+        if (std::find(of.begin(), of.end(), process) != of.end() &&
+            cudaEventQuery(wait.passed.get()) == cudaErrorNotReady)
+          return true;
+      }
+    return false;
+  }
+
  private:
+  struct Wait {
+    CudaCopyJob job;
+    PooledEvent passed;
+  };
   struct Shown {
     uint64_t number, id;  // for others; of CUDA, which uses none again
     size_t size;
@@ -157,6 +170,35 @@ class CudaBackend {
     CUdeviceptr start;
     size_t size;
   };
+
+  // Returns why it cannot.
+  std::string Map(int fd, size_t size, Mapped* mapped) {
+    const MemoryDriver* driver = MemoryDriver::Get();
+    if (driver == nullptr || fd < 0) return "memory without a descriptor";
+    CUmemGenericAllocationHandle handle = 0;
+    CUresult error = driver->import_from(&handle, reinterpret_cast<void*>(intptr_t(fd)),
+                                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    close(fd);
+    if (error != CUDA_SUCCESS) return "memory that cannot be imported" + CodeOf(error);
+    error = driver->reserve(&mapped->start, size, 0, 0, 0);
+    if (error == CUDA_SUCCESS) error = driver->map(mapped->start, size, 0, handle, 0);
+    driver->release(handle);  // the mapping keeps it
+    std::vector<CUmemAccessDesc> access;
+    for (const int i : ordinals_)
+      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, i}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    if (error == CUDA_SUCCESS)
+      error = driver->set_access(mapped->start, size, access.data(), access.size());
+    if (error == CUDA_SUCCESS) {
+      mapped->size = size;
+      return "";
+    }
+    if (mapped->start != 0) driver->unmap(mapped->start, size), driver->free(mapped->start, size);
+    return "memory that cannot be mapped" + CodeOf(error);
+  }
+
+  static std::string CodeOf(CUresult error) {
+    return " (CUDA driver error " + std::to_string(int(error)) + ")";
+  }
 
   // Null if it cannot be opened. The same event always has the same handle.
   cudaEvent_t Opened(int ordinal, const cudaIpcEventHandle_t& handle) {
@@ -171,7 +213,8 @@ class CudaBackend {
   }
 
   template <typename Peers>
-  std::string ShowLocked(const MemoryDriver& driver, const Peers& peers, const char* pointer) {
+  std::string ShowLocked(const MemoryDriver& driver, const Peers& peers, CUdeviceptr array,
+                         size_t bytes) {
     unsigned long long id = 0;
     CUdeviceptr start = 0;
     size_t size = 0;
@@ -179,8 +222,10 @@ class CudaBackend {
                                    CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
                                    CU_POINTER_ATTRIBUTE_RANGE_SIZE};
     void* values[] = {&id, &start, &size};
-    if (driver.get_attributes(3, names, values, CUdeviceptr(pointer)) != CUDA_SUCCESS || size == 0)
+    if (driver.get_attributes(3, names, values, array) != CUDA_SUCCESS || size == 0)
       return "memory that CUDA does not know";
+    if (bytes > size || array - start > size - bytes)
+      return "an array in several allocations, of which others see one at a time";
     // Those that overlap have gone: their addresses are used again.
     auto old = shown_.lower_bound(start);
     if (old != shown_.begin() && std::prev(old)->first + std::prev(old)->second.size > start) --old;
@@ -212,7 +257,9 @@ class CudaBackend {
   std::mutex mutex_;
   std::map<uint64_t, Shown> shown_;  // by start
   uint64_t last_number_ = 0;
-  std::map<std::pair<int, uint64_t>, Mapped> mapped_;          // by process and number
+  std::map<std::pair<int, uint64_t>, Mapped> mapped_;  // by process and number
+  std::map<int, std::string> refused_;                 // why memory was not mapped, by process
+  std::map<int, std::deque<Wait>> waits_;              // that may not be over; by device here
   std::map<std::pair<int, std::string>, cudaEvent_t> opened_;  // by device here and handle
 };
 

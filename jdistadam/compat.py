@@ -18,6 +18,7 @@ only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -141,13 +142,20 @@ class KeyValueStore:
         self._client, self._prefix = client, prefix
 
     def put(self, name: str, value: Any) -> None:
-        """Stores a value for all processes."""
-        self._client.key_value_set(f"{self._prefix}/{name}", json.dumps(value))
+        """Stores a value for all processes, in place of an earlier one."""
+        name = f"{self._prefix}/{name}"
+        self._client.key_value_set(name, json.dumps(value), allow_overwrite=True)
 
-    def take(self, name: str, seconds: int) -> Any:
+    def take_all(self, names: Iterable[str], seconds: float) -> dict[str, Any]:
+        """Waits for several values, for all together so long; None for those that do not come."""
+        limit = time.monotonic() + seconds
+        return {name: self.take(name, max(limit - time.monotonic(), 0.001)) for name in names}
+
+    def take(self, name: str, seconds: float) -> Any:
         """Waits for a value; None if it does not come in time."""
+        limit = round(1000 * seconds)
         try:
-            text = self._client.blocking_key_value_get(f"{self._prefix}/{name}", 1000 * seconds)
+            text = self._client.blocking_key_value_get(f"{self._prefix}/{name}", limit)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise

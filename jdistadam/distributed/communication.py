@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import hashlib
 import itertools
 import math
 import os
@@ -44,13 +45,13 @@ from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
 from jdistadam.kernels.copies import Groups
 from jdistadam.kernels.parts import Cut, Parts, sum_parts
-from jdistadam.kernels.processes import OF_PROCESSES, join, say_to_all
+from jdistadam.kernels.processes import OF_PROCESSES, join, leave, say_to_all
 
 _REQUESTS = ("auto", "xla", "peer")
 _SLOWEST_LINK = 60
 """GB/s. NVLink has 150 to 450, and the gain was measured there. PCIe has 25 (4.0 x16) to 55 (5.0
 x16), which the GPUs of a host share: NCCL knows how, and copies between all pairs do not."""
-_TRIED = itertools.count()
+_WORKED: list[Groups] = []  # between processes, as tried
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
 
@@ -153,9 +154,7 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
     elif not all(map(_is_here, devices)):
         if not is_asked_for:  # programs can be compiled for GPUs of another machine
             yield "devices that this process does not have"
-    elif why := why_gpus_are_apart(devices):
-        yield why
-    elif not is_asked_for and (why := _why_links_are_slow(devices)):
+    elif why := why_gpus_are_apart(devices) or _why_links_fail(devices, is_asked_for):
         yield why
 
 
@@ -185,19 +184,32 @@ def _why_processes_are_apart(parallel: DataParallel, *, is_asked_for: bool) -> s
 @functools.cache
 def _tried_copies(mesh: Any, axes: Axes) -> tuple[str, float]:
     """Why copies along axes fail, and the GB/s that the slowest process sends from a device."""
-    tried = functools.partial(copies.attempt, mesh, axes, _groups_along(mesh, axes))
+    groups = _groups_along(mesh, axes)
+    tried = functools.partial(copies.attempt, mesh, axes, groups)
     # In a thread of its own: the caller may be inside of jit, or under another mesh.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        found = pool.submit(tried).result()
-    said = say_to_all(f"copies/{next(_TRIED)}", found)
-    return next((why for why, _ in said.values() if why), ""), min(x for _, x in said.values())
+        why, speed = pool.submit(tried).result()
+    platform = native.platform_of(mesh.devices.flat[0].platform)
+    if why and not _WORKED:  # others may wait for the copies of this process
+        leave(platform, why)
+    name = f"copies/{hashlib.sha256(repr(groups).encode()).hexdigest()}"
+    said = say_to_all(name, (why, speed)).values()
+    # Those that only heard of a failure say so, too.
+    why = min((why for why, _ in said if why), key=len, default="")
+    if not why:
+        _WORKED.append(groups)
+    elif not _WORKED:
+        leave(platform, why)
+    return why, min(speed for _, speed in said)
 
 
-def _why_links_are_slow(devices: Sequence[Any]) -> str:
-    """Why copies between these GPUs of this process are too slow; "" if they are not."""
+def _why_links_fail(devices: Sequence[Any], is_asked_for: bool) -> str:
+    """Why copies between these GPUs of this process are wrong or too slow; "" if they are not."""
     for one, other in itertools.permutations(map(local_number, devices), 2):
         speed = native.link_speed(one, other)
-        if 0 < speed < _SLOWEST_LINK:  # 0: it could not be measured
+        if speed < 0:
+            return f"copies from GPU {one} to {other} that bring other values"
+        if 0 < speed < _SLOWEST_LINK and not is_asked_for:  # 0: it could not be measured
             return f"{speed:.0f} GB/s from GPU {one} to {other}, less than {_SLOWEST_LINK}"
     return ""
 

@@ -85,19 +85,21 @@ def attempt(mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups) -> t
       Why it fails, or "", and the GB/s that a device sends.
     """
     shard = 2**16 if mesh.devices.flat[0].platform == "cpu" else 2**25  # bytes
-    spec, shape = jax.sharding.PartitionSpec(axes), (shard * len(groups[0]),)
+    spec, shape = jax.sharding.PartitionSpec(axes), (shard // 4 * len(groups[0]),)
     run = functools.partial(gather, dim=0, groups=groups, to="varying")
     copy = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
-    zeros = functools.partial(jnp.zeros, shape, jnp.int8)
+    count = functools.partial(jnp.arange, *shape, dtype=jnp.int32)
     times = []
     try:
-        x = jax.jit(zeros, out_shardings=jax.sharding.NamedSharding(mesh, spec))()
+        x = jax.jit(count, out_shardings=jax.sharding.NamedSharding(mesh, spec))()
         for _ in range(4):
             jax.block_until_ready(x)
             begin = time.perf_counter()
-            jax.block_until_ready(copy(x))
+            whole = jax.block_until_ready(copy(x))
             times.append(time.perf_counter() - begin)
-    except jax.errors.JaxRuntimeError as error:
+        if any((np.asarray(x.data) != np.arange(*shape)).any() for x in whole.addressable_shards):
+            return "copies between processes bring other values", 0.0
+    except Exception as error:  # whatever it is: the others wait for word
         return f"copies between processes fail: {error}", 0.0
     return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
 

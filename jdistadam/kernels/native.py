@@ -154,7 +154,8 @@ def reachable_peers() -> Callable[[int, int], bool]:
 def link_speed(one: int, other: int) -> float:
     """Returns the GB/s of a copy from one local GPU to another, which its first call measures.
 
-    It is 0 if it cannot be measured, as where there is no memory for 64 MiB.
+    It is 0 if it cannot be measured, as where there is no memory for 64 MiB, and negative if the
+    copy brings other values.
     """
     speed: float = module_of("cuda").link_speed(one, other)
     return speed

@@ -1,9 +1,10 @@
 """Connects the processes of a host, so that their devices can copy among each other.
 
 Processes find each other in the key-value store of ``jax.distributed``. Each one listens on a Unix
-socket in a private directory, which it removes once all are connected, and accepts only its own
-user. cuda/processes.h then owns the sockets. They end with the process, whatever ends it, and the
-others notice. All processes of a run decide alike, from the same facts.
+socket in Linux's abstract namespace, which needs no file, and each end accepts only its own user.
+cuda/processes.h then owns the sockets. They end with the process, whatever ends it, and the others
+notice. All processes of a run decide alike, from the same facts, at every step on the way: if one
+of them cannot go on, all use XLA's collectives, for the same reason.
 
 A process of the same user could read another one's memory anyway (by ptrace, where the system
 allows it). Nobody else gets a descriptor of GPU memory: it is passed over these sockets only.
@@ -12,12 +13,12 @@ allows it). Nobody else gets a descriptor of GPU memory: it is passed over these
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pathlib
-import shutil
+import secrets
 import socket
 import struct
-import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -27,14 +28,17 @@ from jdistadam import compat
 from jdistadam.errors import AgreementError
 from jdistadam.kernels import native
 
-LIMIT_SECONDS = 120
-"""How long a process waits for the others to connect."""
+LIMIT_SECONDS = 300
+"""How long a process waits for the others to connect, as XLA's collectives do."""
 
 GRACE_SECONDS = 30
-"""A process that nothing else ends lives so long after another one has died."""
+"""A process lives so long while a GPU waits for copies of a process that has died."""
 
 OF_PROCESSES = 1 << 32
 """Added to JAX's number of a device: the devices of a group belong to several processes."""
+
+_SOCKET_SECONDS = 10
+"""How long a socket of a process that has already connected may take."""
 
 
 class Joined(NamedTuple):
@@ -44,9 +48,13 @@ class Joined(NamedTuple):
     why_not: str
 
 
-@functools.cache
+_JOINED: dict[str, Joined] = {}  # by platform
+
+
 def join(platform: str) -> Joined:
     """Connects this process with all others of its host; call it in all processes of the run.
+
+    If a process is missing, a later call goes on where this one stopped.
 
     Args:
       platform: "cpu" or "cuda".
@@ -56,18 +64,33 @@ def join(platform: str) -> Joined:
     """
     if compat.coordination_client() is None:
         return Joined({}, "devices of several processes, without jax.distributed")
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="jdistadam-"))  # of this user alone
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(folder / "socket"))
-            listener.listen(jax.process_count())
-            facts = say_to_all(f"{platform}/facts", _facts(platform, folder))
-            why, sockets = _why_apart(facts), dict[int, socket.socket]()
-            if not why:
-                why, sockets = _connected(platform, listener, facts)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if platform not in _JOINED:
+        _JOINED[platform] = _joined(platform)
+        _listener(platform).close()
+    return _JOINED[platform]
+
+
+def leave(platform: str, why: str) -> None:
+    """Closes the connections of this process; those that wait for its copies hear why."""
+    native.module_of(platform).leave_processes(why)
+    _JOINED[platform] = _JOINED[platform]._replace(why_not=why)
+
+
+def _joined(platform: str) -> Joined:
+    facts = say_to_all(f"{platform}/facts", _facts(platform))
     hosts = {i: said["host"] for i, said in facts.items()}
+    if why := _why_apart(facts):
+        return Joined(hosts, why)
+    me = jax.process_index()
+    neighbors = {i for i in hosts if hosts[i] == hosts[me]} - {me}
+    before = sorted(i for i in neighbors if i < me)
+    connections, failed = _connected(platform, tuple(facts[i]["socket"] for i in before))
+    sockets = dict(zip(before, connections, strict=False))
+    why = _first(say_to_all(f"{platform}/connected", failed))
+    if not why:
+        failed = _accept(_listener(platform), neighbors, sockets)
+        failed = failed or _why_unreachable(platform, facts, sockets)
+        why = _first(say_to_all(f"{platform}/reached", failed))
     if why:
         for connection in sockets.values():
             connection.close()
@@ -75,91 +98,140 @@ def join(platform: str) -> Joined:
     devices = [
         (OF_PROCESSES + number, process, ordinal)
         for process, said in facts.items()
-        for number, ordinal in said["devices"]
+        for number, ordinal, _ in said["devices"]
     ]
     others = [(i, _pid_and_user(x)[0], x.detach()) for i, x in sorted(sockets.items())]
-    native.module_of(platform).join_processes(jax.process_index(), devices, others, GRACE_SECONDS)
+    native.module_of(platform).join_processes(me, devices, others, GRACE_SECONDS)
     return Joined(hosts, "")
 
 
 def say_to_all(name: str, value: Any) -> dict[int, Any]:
-    """Returns the value of every process; all call this with a name that is not used again."""
+    """Returns the value of every process; all call this with a name for one value of each.
+
+    Raises:
+      AgreementError: A process says nothing.
+    """
     store = compat.KeyValueStore(compat.coordination_client(), f"jdistadam/processes/{name}")
     store.put(str(jax.process_index()), value)
-    found: dict[int, Any] = {}
-    for process in range(jax.process_count()):
-        found[process] = store.take(str(process), LIMIT_SECONDS)
-        if found[process] is None:
-            raise AgreementError(
-                f"process {process}: did not connect for copies within {LIMIT_SECONDS} s: got no "
-                "word, expected the same call of distributed in every process. "
-                "Look into the log of that process: it has ended, or does something else."
-            )
-    return found
+    found = store.take_all(map(str, range(jax.process_count())), LIMIT_SECONDS)
+    missing = [process for process, said in found.items() if said is None]
+    if missing:
+        raise AgreementError(
+            f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}: did not connect for "
+            f"copies within {LIMIT_SECONDS} s: got no word, expected the same call of distributed "
+            "in every process. Look into the log of that process: it has ended, or does something "
+            "else."
+        )
+    return {int(process): said for process, said in found.items()}
 
 
-def _facts(platform: str, folder: pathlib.Path) -> dict[str, Any]:
+def _first(said: dict[int, str]) -> str:
+    """The first reason that a process has given."""
+    return next(filter(None, said.values()), "")
+
+
+@functools.cache
+def _listener(platform: str) -> socket.socket:
+    """Where others connect to this process for a platform's devices."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0jdistadam-{platform}-{secrets.token_hex(16)}")
+    listener.listen(jax.process_count())
+    return listener
+
+
+def _facts(platform: str) -> dict[str, Any]:
+    name_of = native.module_of(platform).name_of_device
     return {
         "host": pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "user": os.getuid(),
         "version": f"jdistadam {jdistadam.__version__}, {native.status(platform).detail}",
-        "socket": str(folder / "socket"),
+        "PID namespace": _namespace("pid"),  # CUDA passes events by process and shared memory
+        "IPC namespace": _namespace("ipc"),
+        "/dev/shm": _shared_memory(),
+        "socket": _listener(platform).getsockname().decode(),
         "devices": [
             # As XLA numbers devices of this process: CPUs like those of all processes.
-            (device.id, device.id if platform == "cpu" else device.local_hardware_id)
+            (device.id, number, name_of(number))
             for device in jax.local_devices(backend={"cuda": "gpu"}.get(platform, platform))
+            for number in [device.id if platform == "cpu" else device.local_hardware_id]
         ],
     }
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError as error:  # as where /proc is that of another namespace
+        return f"unknown: {error} in a process that is {os.getpid()}"
+
+
+def _shared_memory() -> str:
+    try:
+        found = os.stat("/dev/shm")
+    except OSError as error:
+        return f"unknown: {error}"
+    return f"folder {found.st_ino} of device {found.st_dev}"
 
 
 def _why_apart(facts: dict[int, dict[str, Any]]) -> str:
     """Why processes of one host cannot connect; the same in each of them."""
     for i, said in facts.items():
         first = min(k for k, other in facts.items() if other["host"] == said["host"])
-        for name in ("user", "version"):
+        for name in ("user", "version", "PID namespace", "IPC namespace", "/dev/shm"):
             if said[name] != facts[first][name]:
                 return f"another {name} in process {i} than in process {first}: {said[name]}"
     return ""
 
 
-def _connected(
-    platform: str, listener: socket.socket, facts: dict[int, dict[str, Any]]
-) -> tuple[str, dict[int, socket.socket]]:
-    """Why a process could not connect, the same in each of them, and this one's sockets."""
-    sockets, failed = dict[int, socket.socket](), ""
-    me, reaches = jax.process_index(), native.module_of(platform).reaches_process
+@functools.cache
+def _connected(platform: str, names: tuple[str, ...]) -> tuple[list[socket.socket], str]:
+    """Sockets to the first processes of a host, which listen on these names; why there are none."""
+    me, sockets = jax.process_index(), list[socket.socket]()
     try:
-        _connect(sockets, listener, facts)
-        if not all(reaches(_pid_and_user(x)[0]) for x in sockets.values()):
-            failed = f"a system that does not let process {me} write the memory of others"
+        for name in names:
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sockets[-1].settimeout(_SOCKET_SECONDS)
+            sockets[-1].connect(name)
+            if _pid_and_user(sockets[-1])[1] != os.getuid():
+                return sockets, f"process {me} was answered by another user"
+            sockets[-1].sendall(struct.pack("i", me))
+            sockets[-1].setblocking(True)
     except OSError as error:
-        failed = f"process {me} cannot reach others: {error}"
-    said = say_to_all(f"{platform}/connected", failed)
-    return next((x for x in said.values() if x), ""), sockets
+        return sockets, f"process {me} cannot reach others of its host: {error}"
+    return sockets, ""
 
 
-def _connect(
-    sockets: dict[int, socket.socket], listener: socket.socket, facts: dict[int, dict[str, Any]]
-) -> None:
-    """Adds a socket to each other process of this host: earlier ones listen to later ones."""
-    me = jax.process_index()
-    neighbors = {i for i, said in facts.items() if said["host"] == facts[me]["host"]} - {me}
-    for i in sorted(x for x in neighbors if x < me):
-        sockets[i] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sockets[i].settimeout(LIMIT_SECONDS)
-        sockets[i].connect(facts[i]["socket"])
-        sockets[i].sendall(struct.pack("i", me))
-    listener.settimeout(LIMIT_SECONDS)
-    while len(sockets) < len(neighbors):
-        connection, _ = listener.accept()
-        connection.settimeout(LIMIT_SECONDS)
-        said = connection.recv(struct.calcsize("i"), socket.MSG_WAITALL)
-        if _pid_and_user(connection)[1] != os.getuid() or len(said) < struct.calcsize("i"):
-            connection.close()
-        else:
-            sockets[struct.unpack("i", said)[0]] = connection
-    for connection in sockets.values():
-        connection.setblocking(True)
+def _accept(listener: socket.socket, neighbors: set[int], sockets: dict[int, socket.socket]) -> str:
+    """Adds the sockets of later processes, all of which have connected; why some are missing."""
+    listener.settimeout(_SOCKET_SECONDS)
+    try:
+        while sockets.keys() != neighbors:
+            connection, _ = listener.accept()
+            connection.settimeout(_SOCKET_SECONDS)
+            is_ours = _pid_and_user(connection)[1] == os.getuid()
+            said = connection.recv(struct.calcsize("i"), socket.MSG_WAITALL) if is_ours else b""
+            if len(said) == struct.calcsize("i"):
+                connection.setblocking(True)
+                sockets[struct.unpack("i", said)[0]] = connection
+            else:
+                connection.close()
+    except OSError as error:
+        return f"process {jax.process_index()} cannot reach others of its host: {error}"
+    return ""
+
+
+def _why_unreachable(
+    platform: str, facts: dict[int, dict[str, Any]], sockets: dict[int, socket.socket]
+) -> str:
+    """Why devices of this process cannot write the memory of others; "" if it seems they can."""
+    module, me = native.module_of(platform), jax.process_index()
+    for process, connection in sockets.items():
+        if not module.reaches_process(_pid_and_user(connection)[0]):
+            return f"a system that does not let process {me} write the memory of others"
+        for mine, other in itertools.product(facts[me]["devices"], facts[process]["devices"]):
+            if not module.reaches_device(mine[1], other[2]):
+                return f"device {mine[0]} cannot reach the memory of device {other[0]}"
+    return ""
 
 
 def _pid_and_user(connection: socket.socket) -> tuple[int, int]:

@@ -316,6 +316,11 @@ def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
     monkeypatch.setattr(communication.native, "link_speed", lambda a, b: 25.4 if a else 340.2)
     assert chosen("auto", gpus[:2]).why_not_peer == "25 GB/s from GPU 1 to 0, less than 60"
     assert chosen("peer", gpus[:2]).is_peer
+    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: -1 if b else 340.2)
+    why = "copies from GPU 0 to 1 that bring other values"
+    assert chosen("auto", gpus[:2]).why_not_peer == why
+    with pytest.raises(jda.PolicyError, match=why):
+        chosen("peer", gpus[:2])
     elsewhere = [Gpu(8), Gpu(9)]
     assert chosen("auto", elsewhere).why_not_peer == "devices that this process does not have"
     assert chosen("peer", elsewhere).is_peer  # to be compiled alone

@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 if count > 1:
     mine = list(range(index * of_each, (index + 1) * of_each)) if platform == "gpu" else None
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", count, index, local_device_ids=mine, shutdown_timeout_seconds=60
+        f"127.0.0.1:{port}", count, index, local_device_ids=mine, shutdown_timeout_seconds=20
     )
 
 import jdistadam as jda  # noqa: E402

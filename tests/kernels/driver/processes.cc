@@ -30,14 +30,19 @@ class Backend {
   Board& board() { return board_; }
   void Use(const std::vector<int>&) {}
   template <typename Peers>
-  std::string Show(const Peers&, const std::vector<CopyArray>&) {
+  std::string Show(const Peers&, const char*, size_t) {
     return "";
   }
   CopyAddress AddressOf(const char* pointer) { return {0, uint64_t(pointer)}; }
-  char* Reach(CopyPeer&, const CopyAddress& at) { return reinterpret_cast<char*>(at.offset); }
-  std::string Learn(CopyPeer&, CopyMessage, MessageReader&) { return "memory"; }
+  char* Reach(CopyPeer&, const CopyAddress& at, size_t bytes, std::string* why) {
+    if (bytes <= most_bytes) return reinterpret_cast<char*>(at.offset);
+    *why = "arrays in memory that is not known";
+    return nullptr;
+  }
+  void Learn(CopyPeer&, CopyMessage, MessageReader&) {}
   void PutExtra(MessageWriter*, const char&) {}
-  bool GetExtra(CopyPeer&, MessageReader*, char*) { return true; }
+  bool GetExtra(CopyPeer&, MessageReader*, char*) { return opens_events; }
+  bool IsWaitingFor(int) { return num_waits-- > 0; }
 
   void Launch(const Board::JobPointer& job) {
     for (int from = 0; from < job->count(); ++from) {
@@ -48,6 +53,11 @@ class Backend {
       if (!planted) job->HasIssued(from);
     }
   }
+
+  // What it cannot do.
+  size_t most_bytes = SIZE_MAX;
+  bool opens_events = true;
+  std::atomic<int> num_waits{0};  // how often a device still waits for one that has died
 
  private:
   Board board_;
@@ -88,18 +98,20 @@ class Device {
         clique_(process_.CliqueOf(run->numbers)),
         place_(place) {}
 
-  // Sends part i of `source` to device i. Returns why it cannot.
+  // Sends part i of each half of `source` to device i. Returns why it cannot.
   std::string Start(int64_t execution, std::vector<char>* source, std::vector<char>* target) {
     const int count = int(clique_->devices.size());
     who_ = {clique_->run, process_.CountStart(*clique_, place_, execution), count, place_, clique_};
+    const size_t half = source->size() / 2, run = half / size_t(count);
     const std::vector<CopyArray> arrays{
-        {source->data(), target->data(), 1, source->size() / size_t(count), 0}};
-    std::string why = process_.Show(arrays);
+        {source->data(), target->data(), 1, run, 0},
+        {source->data() + half, target->data() + run * size_t(count - 1), 1, run, 0}};
+    std::string why = process_.Show(who_, false, arrays);
     bool is_last = false;
     const auto start = [&] {
       return process_.backend().board().Start(who_, false, {arrays, 0}, &is_last, &why);
     };
-    const auto job = process_.Post(who_, start, &why);
+    const auto job = process_.Post(who_, start);
     if (job != nullptr && is_last) process_.backend().Launch(job);
     return why;
   }
@@ -152,8 +164,11 @@ void TestExecutions() {
       for (int k : {0, 1}) {
         const std::string why = device->Wait(&targets[k]);
         Expect(why.empty(), "a wait failed: " + why);
-        for (int p = 0; p < n - 1; ++p)
-          Expect(targets[k][p * part + part - 1] == tag(k, p < me ? p : p + 1), "another's part");
+        for (int p = 0; p < 2 * (n - 1); ++p) {
+          const int from = p % (n - 1);
+          Expect(targets[k][(p + 1) * part / 2 - 1] == tag(k, from < me ? from : from + 1),
+                 "another's part");
+        }
       }
     }
   });
@@ -163,19 +178,51 @@ void TestExecutions() {
 // execution, after one process has given its execution up.
 void TestOtherStarts(bool gives_up) {
   Run run(2, 2);
-  std::atomic<int> num_failed{0};
+  std::atomic<int> num_failed{0}, num_done{0};
   OnDevices(&run, [&](int me, Device* device) {
     const bool is_other = me < kDevices;
     const size_t size = 1024 * (is_other && !gives_up ? 8 : 4);
     std::vector<std::vector<char>> memory(6, std::vector<char>(size));
     std::string why = device->Start(1, &memory[0], &memory[1]);
     if (why.empty()) why = device->Wait(&memory[1]);
-    if (gives_up) Expect(why.empty(), why);
+    if (gives_up) {
+      Expect(why.empty(), why);
+      for (++num_done; num_done < 2 * kDevices;) std::this_thread::yield();
+    }
     if (why.empty()) why = device->Start(is_other ? 2 : 1, &memory[2], &memory[3]);
     if (why.empty()) why = device->Wait(&memory[3]);
     if (Has(why, "not those of the other devices")) ++num_failed;
   });
   Expect(num_failed == 2 * kDevices, "starts that differ were not seen by all");
+}
+
+// A process that cannot use what another one posts fails the clique in both, with one reason. Both
+// live on, and still hear each other.
+void TestRefused(const char* expected, const std::function<void(Backend*)>& plant) {
+  const int n = 2 * kDevices;
+  // It outlives the process that sends: this one may have heard of all starts before the refusal.
+  std::vector<std::vector<char>> memory(2 * n, std::vector<char>(4096));
+  Run run(2, 2);
+  plant(&run.processes[1].backend());
+  OnDevices(&run, [&](int me, Device* device) {
+    for (int i = 1; i < 3; ++i) {
+      std::string why = device->Start(i, &memory[me], &memory[n + me]);
+      if (why.empty()) why = device->Wait(&memory[n + me]);
+      Expect(Has(why, "process 0 (pid 1000) has posted ") && Has(why, expected),
+             "refused, at place " + std::to_string(me) + ": " + why);
+    }
+  });
+}
+
+// A process outlives another one, even if a GPU waits for its copies for a while.
+void TestAfterADeath() {
+  Run run(2, 1);
+  run.processes[0].backend().num_waits = 3;
+  close(run.sockets[1][0]);
+  const auto limit = std::chrono::steady_clock::now() + seconds(20);
+  while (run.processes[0].backend().num_waits >= 0 && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  Expect(run.processes[0].backend().num_waits < 0, "nobody asks whether a device waits");
 }
 
 // What happens to devices that wait for a process, after act(its socket to this one).
@@ -187,6 +234,8 @@ void TestBroken(const char* expected, const std::function<void(int)>& act) {
     if (me == 0) act(run.sockets[1][0]);
     if (why.empty()) why = device->Wait(&target);
     Expect(Has(why, expected), why);
+    why = device->Start(2, &source, &target);
+    Expect(Has(why, expected), "the next start: " + why);
   });
 }
 
@@ -207,11 +256,13 @@ void TestTheEnd() {
   for (int me = kDevices; me < n; ++me)
     Expect(devices[me].Wait(&memory[n + me]).empty(), "the end: no copies");
   run.processes[1].Stop();
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the other one hears of it
   for (int me = 0; me < kDevices; ++me) {
-    std::string why = devices[me].Wait(&memory[n + me]);
+    const std::string why = devices[me].Wait(&memory[n + me]);
     Expect(why.empty(), "after the end: " + why);
-    why = devices[me].Start(2, &memory[me], &memory[n + me]);
+  }
+  for (int me = 0; me < kDevices; ++me) {  // the other one may hear of the end after this start
+    std::string why = devices[me].Start(2, &memory[me], &memory[n + me]);
+    if (why.empty()) why = devices[me].Wait(&memory[n + me]);
     Expect(Has(why, "process 1 (pid 1001) has ended"), "after the end: a start: " + why);
   }
 }
@@ -225,8 +276,8 @@ void TestStartsAfterAFailure() {
   std::vector<char> source(4096), target(3072);
   MessageWriter post;
   post.PutAll(run.numbers).Put(kDevices).Put(int64_t{0}).Put(int64_t{0}).Put(false);
-  post.Put(uint64_t{1}).Put(CopyAddress{0, uint64_t(source.data())});
-  post.Put(CopyAddress{0, uint64_t(target.data())}).Put(uint64_t{1}).Put(uint64_t{1024});
+  post.Put(uint64_t{1}).Put(CopyAddress{0, uint64_t(target.data())});
+  post.Put(uint64_t{1}).Put(uint64_t{1024});
   Send(run.sockets[1][0], CopyMessage::kPost, post.Put(uint64_t{0}).bytes);
   CopyPeer peer(run.sockets[1][0], 0, 0);
   std::set<int> given_up;
@@ -255,6 +306,9 @@ int main(int argc, char** argv) {
   TestOtherStarts(true);
   TestTheEnd();
   TestStartsAfterAFailure();
+  TestAfterADeath();
+  TestRefused("events that cannot be opened", [](Backend* x) { x->opens_events = false; });
+  TestRefused("memory that is not known", [](Backend* x) { x->most_bytes = 3 * 512 - 1; });
   TestBroken("process 1 (pid 1001) has died", [](int fd) { close(fd); });
   TestBroken("has sent a message of an unknown kind",
              [](int fd) { Send(fd, CopyMessage(77), "something"); });
@@ -264,7 +318,20 @@ int main(int argc, char** argv) {
     const std::vector<int64_t> numbers{kOfProcesses, kOfProcesses + 1};
     Send(fd, CopyMessage::kPost, MessageWriter().PutAll(numbers).Put(0).bytes);
   });
+  TestBroken("has sent copies of devices that are not its own", [](int fd) {
+    std::vector<int64_t> numbers(kMaxCopyDevices + 1, kOfProcesses);  // too many
+    numbers[0] = kOfProcesses + kDevices;
+    MessageWriter post;
+    post.PutAll(numbers).Put(0).Put(int64_t{0}).Put(int64_t{0}).Put(false).Put(uint64_t{0});
+    Send(fd, CopyMessage::kPost, post.bytes);
+  });
+  TestBroken("has sent copies of devices that are not its own", [](int fd) {
+    std::vector<int64_t> numbers;
+    for (int i = 0; i < 2 * kDevices; ++i) numbers.push_back(kOfProcesses + i);
+    MessageWriter post;  // neither a gather nor an exchange
+    post.PutAll(numbers).Put(kDevices).Put(int64_t{0}).Put(int64_t{0}).Put(uint8_t{2});
+    Send(fd, CopyMessage::kPost, post.Put(uint64_t{0}).bytes);
+  });
   std::printf(failures == 0 ? "SUCCESS\n" : "%d FAILURES\n", failures.load());
-  std::fflush(stdout);
-  _exit(failures == 0 ? 0 : 1);  // threads that would end a process after another's death sleep
+  return failures == 0 ? 0 : 1;
 }
