@@ -199,8 +199,7 @@ class CopyJob {
   std::function<void(int me, const std::string& why)> tell;  // other processes; guarded like posts
   std::vector<Post> posts;  // by place; guarded by the board until all have come
   std::atomic<bool> has_posted[kMaxCopyDevices] = {};
-  bool has_waited[kMaxCopyDevices] = {};  // each is of one device alone
-  int num_posted = 0;                     // guarded by the board
+  int num_posted = 0;  // guarded by the board
 
  private:
   using Range = std::pair<const char*, size_t>;  // its start and its bytes
@@ -255,8 +254,7 @@ class CopyBoard {
     is_used_ = true;
     const JobPointer job = PostLocked(who, Visit(who), is_gather, std::move(post), is_last, why);
     if (job == nullptr) return nullptr;
-    for (const CopyArray& array : job->posts[who.me].arrays)
-      started_[{who.me, who.run, array.target}] = job;
+    started_[{who.me, who.run, job->posts[who.me].arrays.front().target}] = job;
     return job;
   }
 

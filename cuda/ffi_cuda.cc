@@ -110,8 +110,7 @@ static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
 static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, const CudaCopyJob& job,
                                 std::chrono::seconds limit) {
   std::string why = job->WaitUntilIssued(limit);
-  if (why.empty() && !job->has_waited[who.me]) {
-    job->has_waited[who.me] = true;
+  if (why.empty()) {
     const int32_t ordinal = job->clique == nullptr ? 0 : job->clique->ordinals[who.me];
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)

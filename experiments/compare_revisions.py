@@ -6,6 +6,7 @@
 
 Each round is a process for each of the two packages, in changing order, on the same devices, random
 parameters and gradients. *host*: from the call of a step until it returns, with idle devices.
+*busy*: the same while the step before is under way.
 *wall*: time per step of a series. *ratio*: new over old, pair by pair; a step on the host's CPU, or
 on a GPU at its power limit, varies by some percent between processes, which the extremes show.
 """
@@ -101,11 +102,14 @@ def measure(package, tree, num_devices, cases):
         call = made[name]()
         for _ in range(5):
             jax.block_until_ready(call())
-        hosts, walls = [], []
+        hosts, busy, walls = [], [], []
         for _ in range(HOST_CALLS):
             start = time.perf_counter()
             result = call()
             hosts.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            result = call()
+            busy.append(time.perf_counter() - start)
             jax.block_until_ready(result)
         for _ in range(ROWS):
             start = time.perf_counter()
@@ -115,6 +119,7 @@ def measure(package, tree, num_devices, cases):
             walls.append((time.perf_counter() - start) / ROW_CALLS)
         found[name] = {
             "host": 1e6 * statistics.median(hosts),
+            "busy": 1e6 * statistics.median(busy),
             "wall": 1e6 * statistics.median(walls),
         }
         del call, result
@@ -135,7 +140,7 @@ def compare(rounds):
     rows = []
     for case in rounds[0]["new"]:
         row = {"case": case}
-        for kind in ("host", "wall"):
+        for kind in ("host", "busy", "wall"):
             old = [x["old"][case][kind] for x in rounds]
             new = [x["new"][case][kind] for x in rounds]
             ratios = sorted(n / o for n, o in zip(new, old, strict=True))
@@ -182,7 +187,7 @@ def main():
     report.write_run(args.out, args.revision, tree=args.tree, rows=rows, rounds=rounds)
     print(f"{'':<32} {'':<5} {'old us':>10} {'new us':>10}   new / old: least, median, greatest")
     for row in rows:
-        for kind in ("host", "wall"):
+        for kind in ("host", "busy", "wall"):
             x = row[kind]
             ratios = " ".join(f"{r:.3f}" for r in x["ratio"])
             print(

@@ -33,11 +33,26 @@ void OnDevices(int count, const std::function<void(int)>& device) {
   for (auto& thread : threads) thread.join();
 }
 
-// The memory of a device for an exchange: a part for each device, and those of the others.
+// The memory of a device for an exchange of several arrays: a part of each for each device, and
+// those of the others.
 struct Memory {
   explicit Memory(int count, size_t run = 1 << 10) : source(count * run), target(source.size()) {}
   std::vector<CopyArray> Arrays(int count) {
-    return {{source.data(), target.data(), 1, source.size() / count}};
+    std::vector<CopyArray> arrays;
+    const size_t quarter = source.size() / 4;
+    for (const auto& [first, quarters] : {std::pair{0, 2}, {2, 1}, {3, 1}}) {
+      const size_t begin = first * quarter, run = quarters * quarter / count;
+      arrays.push_back({source.data() + begin, target.data() + begin, 1, run});
+    }
+    return arrays;
+  }
+  // Whether part p of each array has arrived from the device that sent `tag(p)`.
+  template <typename Tag>
+  bool HasArrived(int count, const Tag& tag) {
+    for (const CopyArray& a : Arrays(count))
+      for (size_t p = 0; p + 1 < size_t(count); ++p)
+        if (a.target[p * a.run] != tag(p) || a.target[(p + 1) * a.run - 1] != tag(p)) return false;
+    return true;
   }
   std::vector<char> source, target;
 };
@@ -80,9 +95,12 @@ void TestExecutions() {
       }
       for (int k = 0; k < 4; ++k) {
         Expect(Wait(&board, {k % 2, 7, n, me}, &all[k], &why), "a wait failed: " + why);
-        for (int p = 0; p < n - 1; ++p)
-          Expect(all[k].target[p << 10] == tag(k, p < me ? p : p + 1), "not this visit's part");
+        const auto sent = [&](size_t p) { return tag(k, int(p) < me ? int(p) : int(p) + 1); };
+        Expect(all[k].HasArrived(n, sent), "not this visit's part");
       }
+      for (int k = 0; k < 4; ++k)
+        Expect(board.TakeAbandoned({2, 7, n, me}, all[k].Arrays(n), false).empty(),
+               "copies that a device has waited for count as abandoned");
     }
   });
 }
@@ -154,6 +172,18 @@ void TestMissing() {
   Expect(Start(&board, {1, 1, 3, 1}, &memory, &why) == nullptr && Has(why, "places 1 2"), why);
 }
 
+// A clique has failed for good; executions that fail in between do not make it forgotten.
+void TestManyFailures() {
+  Board board;
+  Memory memory(2);
+  std::string why;
+  board.Fail(-5, "its first failure");
+  for (int run = 0; run < 1000; ++run) board.Fail(run, "another failure");
+  Expect(Start(&board, {-5, 1, 2, 0}, &memory, &why) == nullptr && Has(why, "its first"), why);
+  Expect(Start(&board, {999, 1, 2, 0}, &memory, &why) == nullptr && Has(why, "another"), why);
+  Expect(Start(&board, {1000, 1, 2, 0}, &memory, &why) != nullptr, "a good execution: " + why);
+}
+
 void TestTheEnd() {
   Board board;
   const int n = 2;
@@ -164,6 +194,12 @@ void TestTheEnd() {
       [&] { Expect(Has(job->WaitUntilIssued(seconds(60)), "ended"), "waits beyond the end"); });
   board.Stop();
   waiting.join();
+  Board used;
+  for (int me : {0, 1}) (void)Start(&used, {1, 1, n, me}, &memory[me], &why);
+  for (int me : {0, 1}) Expect(Wait(&used, {1, 0, n, me}, &memory[me], &why), why);
+  const auto begin = std::chrono::steady_clock::now();
+  used.Stop();
+  Expect(std::chrono::steady_clock::now() - begin < seconds(2), "the end waits for nothing");
   Expect(Start(&board, {2, 1, n, 0}, &memory[0], &why) == nullptr && Has(why, "ended"),
          "a start after the end");
 }
@@ -190,6 +226,7 @@ int main(int argc, char** argv) {
   TestAbandoned(false);
   TestAbandoned(true);
   TestMissing();
+  TestManyFailures();
   TestTheEnd();
   std::printf(failures == 0 ? "SUCCESS\n" : "%d FAILURES\n", failures.load());
   return failures == 0 ? 0 : 1;
