@@ -66,8 +66,8 @@ def agree(
       params: Global params, or their shapes.
       facts: Returns the function's own arguments as texts by name.
       lower: Lowers the program. An exception becomes a fact for the other processes.
-      batch: The batch of this process. Batches may have another number of rows in each process:
-        then their programs differ, and are not compared.
+      batch: The batch of this process. Its arrays may have other sizes in each process: then
+        programs differ, and are not compared.
 
     Raises:
       AgreementError: Processes differ, or one does not come.
@@ -78,10 +78,10 @@ def agree(
     found = _facts_of(config, params) | facts()
     if lower is not None:
         leaves = dict(zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True))
-        lines = [f"{path} {x.dtype} rows of {x.shape[1:]}" for path, x in leaves.items()]
+        lines = [f"{path} {x.dtype} of {x.ndim} dimensions" for path, x in leaves.items()]
         found["batch"] = "\n".join(lines)
-        rows = sorted({x.shape[:1] for x in leaves.values()})
-        found[f"{_PROGRAM} for rows {rows}"] = _program(lower)
+        shapes = [x.shape for x in leaves.values()]
+        found[f"{_PROGRAM} for shapes {shapes}"] = _program(lower)
     check_agreement(call, found, processes)
 
 
@@ -187,7 +187,8 @@ def check_agreement(
     store, leader = _store(client, processes, number), processes[0]
     store.put(str(jax.process_index()), {_CALL: call} | facts)
     if jax.process_index() == leader:
-        said = {process: store.take(str(process), limit) for process in processes}
+        found = store.take_all(map(str, processes), limit)
+        said = {process: found[str(process)] for process in processes}
         verdict = _verdict(call, said, limit)
         store.put("verdict", verdict)
         if number and None not in said.values():  # so that all have read the verdict before

@@ -4,11 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
+import jdistadam as jda
+from jdistadam import compat
+from jdistadam.kernels import processes
+from jdistadam.training.agreement import check_agreement
 from support.free_port import free_port
 from support.paths import TESTS, environment
 
@@ -80,7 +85,7 @@ DIFFERENCES = {
     "learning rate": r"learning_rate: differs between process 1 and process 0: got 0\.5, expected 0\.01",
     "max_grad_norm": r"max_grad_norm: differs between process 1 and process 0: got 1\.0, expected None",
     "accumulate_steps": "accumulate_steps: differs between process 1 and process 0: got 2, expected 1",
-    "batch": r"batch: differs .* got batch float32 rows of \(32,\), expected batch float32 rows of \(64,\)",
+    "batch": r"batch: differs .* got batch int32 of 3 dimensions, expected batch float32 of 3 dimensions",
     "params": r"params: differs .* got params\['b'\] float32 \(4,\) with digest .*Draw them from one seed",
     "model state": r"model_state: differs .* got model_state\['n'\] float64 \(2,\) with digest",
     "rng": r"rng: differs .* got rng key<threefry2x32> uint32 \(2,\) with digest .*, expected none",
@@ -96,7 +101,7 @@ DIFFERENCES = {
 REFUSED = (
     r"extra: differs between process 1 and process 0: got TreeError: extra\['x'\]: nothing that"
 )
-SAME = ("nothing", "rows", "save nothing", "save refused extra")
+SAME = ("nothing", "rows", "lengths", "save nothing", "save refused extra")
 NEVER_CAME = "process 1: did not come to train_step within 2 s: got no word"
 
 
@@ -125,3 +130,39 @@ def test_extra_evaluation_in_one_process_ends_in_time(tmp_path):
     outputs = [process.communicate(timeout=100)[0] for process in running]
     message = "evaluation -> AgreementError: process 0: did not come to eval_step within 6 s"
     assert message in outputs[1], outputs[1][-3000:]
+
+
+class SlowStore:
+    """A coordination client in which nobody has said anything."""
+
+    def __init__(self):
+        self.waited, self.said = 0, {}
+
+    def key_value_set(self, name, value, allow_overwrite=False):
+        assert allow_overwrite or name not in self.said
+        self.said[name] = value
+
+    def blocking_key_value_get(self, name, milliseconds):
+        if name in self.said:
+            return self.said[name]
+        time.sleep(milliseconds / 1000)
+        self.waited += milliseconds
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody said so")
+
+
+def test_the_limit_is_for_all_missing_processes_together(monkeypatch):
+    """Otherwise the others, which wait twice as long, would blame the one that waits for them."""
+    store = SlowStore()
+    monkeypatch.setattr(compat, "coordination_client", lambda: store)
+    with pytest.raises(
+        jda.errors.AgreementError, match="processes 1, 2, 3 and 4 more: did not come"
+    ):
+        check_agreement("train_step", {}, range(8), limit=1)
+    assert 900 <= store.waited < 1100
+    store.waited = 0
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(processes, "LIMIT_SECONDS", 1)
+    for _ in range(2):  # again, after it has failed
+        with pytest.raises(jda.errors.AgreementError, match="processes 1, 2, 3: did not connect"):
+            processes.say_to_all("planted", 0)
+    assert 1900 <= store.waited < 2100

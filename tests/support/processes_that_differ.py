@@ -58,14 +58,14 @@ def run(what):
         os._exit(0)
     micro, rows = (2 if differs == "accumulate_steps" else 1), (8 if differs == "rows" else 4)
     step = jda.train_step(loss_fn, tx, accumulate_steps=micro)
-    width = 32 if differs == "batch" else 64
+    dtype = np.int32 if differs == "batch" else np.float32
     for _ in range(2):
-        state, metrics = step(state, np.ones((rows, width), np.float32))
+        state, metrics = step(state, np.ones((rows, 3 if differs == "lengths" else 2, 64), dtype))
     if what == "evaluation":
         evaluate = jda.eval_step(loss_fn, tx)
         for _ in range(3 + is_other):
-            evaluate(state, np.ones((4, 64), np.float32))
-        _, metrics = step(state, np.ones((4, 64), np.float32))
+            evaluate(state, np.ones((4, 2, 64), np.float32))
+        _, metrics = step(state, np.ones((4, 2, 64), np.float32))
     if what in ("extra", "nothing"):
         move_extra(state, tx, epoch=3 if differs == "extra" else 2)
     return float(metrics["loss"])
