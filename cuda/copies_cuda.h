@@ -136,11 +136,12 @@ inline void EndUnlessDone(cudaError_t error, int place) {
   std::abort();
 }
 
-// Waits until an event of another process has happened. If a process has died, the driver has ended
-// its copies soon, and their event may never happen.
-inline cudaError_t AwaitElsewhere(cudaEvent_t event, const CopyClique& clique) {
+// Waits until copies are done. If a process of the clique has died, the driver soon ends its
+// copies, and those that wait for its arrays never begin: their events do not happen.
+inline cudaError_t AwaitCopies(cudaEvent_t event, const CopyClique* clique) {
+  if (clique == nullptr) return cudaEventSynchronize(event);
   cudaError_t error = cudaEventQuery(event);
-  for (int ms = 0; error == cudaErrorNotReady && !(clique.has_died && ms > 5000); ++ms) {
+  for (int ms = 0; error == cudaErrorNotReady && !(clique->has_died && ms > 5000); ++ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     error = cudaEventQuery(event);
   }
@@ -152,10 +153,10 @@ inline void DrainCopies(CudaCopies::Job& job) {
   job.WaitUntilSettled();
   for (int p = 0; p < job.count(); ++p) {
     const CopyEvents& events = job.posts[p].extra;
-    if (!events.opened.empty())
-      EndUnlessDone(AwaitElsewhere(events.opened.begin()->second.second, *job.clique), p);
-    for (const PooledEvent* event : {&events.sent, &events.kept})
-      if (event->get() != nullptr) EndUnlessDone(cudaEventSynchronize(event->get()), p);
+    const auto any = events.opened.begin();
+    const auto sent = any == events.opened.end() ? events.sent.get() : any->second.second;
+    for (const cudaEvent_t event : {sent, events.kept.get()})
+      if (event != nullptr) EndUnlessDone(AwaitCopies(event, job.clique), p);
   }
 }
 
@@ -298,6 +299,8 @@ class CopySender {
   // If it fails, what it has enqueued is done before others know.
   void Handle(CudaCopies::Job& job, int me) {
     const TraceRange range(job);
+    if (job.clique != nullptr && job.clique->has_died)  // its copies would wait for ever
+      return job.HasGivenUp(me, FailureOf(me, "another process has died"));
     cudaError_t error = cudaSetDevice(ordinal_);
     if (error == cudaSuccess) error = Enqueue(job, me);
     if (error == cudaSuccess) return job.HasIssued(me);

@@ -230,7 +230,7 @@ struct JoinedProcesses {
 //   void Learn(peer, kind, reader)    a message on memory
 //   void PutExtra(writer, extra), bool GetExtra(peer, reader, extra*)
 //   void Launch(job)                  lets the devices of this process send
-//   bool IsWaitingFor(process)        whether a device still waits for copies of one that has died
+//   bool IsWaitingFor(process)        whether a device still waits for one that has died
 template <typename Board, typename Backend>
 class CopyProcesses {
  public:
@@ -596,15 +596,15 @@ class CopyProcesses {
     if (has_died) waiting_.emplace_back([this, id = peer.process, why] { Await(id, why); });
   }
 
-  // Ends this process if a device of it waits for copies of one that has died.
+  // Ends this process if a device of it waits for one that has died, also while Python ends.
   void Await(int process, const std::string& why) {
     for (double waited = 0; waited < grace_seconds_; waited += 0.1) {
-      if (is_stopped_ || !backend_.IsWaitingFor(process)) return;
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (waited > 1 && !backend_.IsWaitingFor(process)) return;  // it may just be enqueuing
     }
     std::fprintf(stderr,
-                 "jdistadam: %s, and for %.0f s a GPU of this process has waited for copies of it, "
-                 "which nothing else can end. This process ends. Start all processes again and "
+                 "jdistadam: %s, and for %.0f s a GPU of this process has waited for it, which "
+                 "nothing else can end. This process ends. Start all processes again and "
                  "restore a checkpoint.\n",
                  why.c_str(), grace_seconds_);
     std::fflush(stderr);

@@ -127,11 +127,17 @@ class CudaBackend {
   }
 
   void Launch(const CudaCopyJob& job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      while (!launched_.empty() && launched_.front()->IsIssued() && !IsSending(*launched_.front()))
+        launched_.pop_front();
+      launched_.push_back(job);
+    }
     for (int p = 0; p < job->count(); ++p)
       if (job->IsHere(p)) SendFrom(job->clique->ordinals[p], job, p);
   }
 
-  // A device has enqueued its waits on a stream. Others cannot tell it that a process has died.
+  // A device has enqueued its waits on a stream.
   cudaError_t HasEnqueuedWaits(const CudaCopyJob& job, int ordinal, cudaStream_t stream) {
     PooledEvent passed;
     cudaError_t error = passed.Take(ordinal, false);
@@ -145,16 +151,18 @@ class CudaBackend {
     return cudaSuccess;
   }
 
+  // Others cannot tell a stream that a process has died.
   bool IsWaitingFor(int process) {
+    const auto has_it = [process](const CudaCopyJob& job) {
+      const std::vector<int>& of = job->clique->processes;
+      return std::find(of.begin(), of.end(), process) != of.end();
+    };
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [ordinal, waits] : waits_)
-      for (const Wait& wait : waits) {
-        const std::vector<int>& of = wait.job->clique->processes;
-        if (std::find(of.begin(), of.end(), process) != of.end() &&
-            cudaEventQuery(wait.passed.get()) == cudaErrorNotReady)
-          return true;
-      }
-    return false;
+      for (const Wait& wait : waits)
+        if (has_it(wait.job) && cudaEventQuery(wait.passed.get()) == cudaErrorNotReady) return true;
+    return std::any_of(launched_.begin(), launched_.end(),
+                       [&](const CudaCopyJob& job) { return has_it(job) && IsSending(*job); });
   }
 
  private:
@@ -170,6 +178,14 @@ class CudaBackend {
     CUdeviceptr start;
     size_t size;
   };
+
+  // Whether copies that devices of this process have enqueued are not done.
+  static bool IsSending(const CudaCopies::Job& job) {
+    for (int p = 0; p < job.count(); ++p)
+      if (job.IsHere(p) && cudaEventQuery(job.posts[p].extra.sent.get()) == cudaErrorNotReady)
+        return true;
+    return false;
+  }
 
   // Returns why it cannot.
   std::string Map(int fd, size_t size, Mapped* mapped) {
@@ -260,6 +276,7 @@ class CudaBackend {
   std::map<std::pair<int, uint64_t>, Mapped> mapped_;  // by process and number
   std::map<int, std::string> refused_;                 // why memory was not mapped, by process
   std::map<int, std::deque<Wait>> waits_;              // that may not be over; by device here
+  std::deque<CudaCopyJob> launched_;                   // that devices here may not have sent
   std::map<std::pair<int, std::string>, cudaEvent_t> opened_;  // by device here and handle
 };
 

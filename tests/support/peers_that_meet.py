@@ -63,7 +63,8 @@ def left():
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             with socket.socket(fileno=os.dup(fd)) as found:
-                sockets += found.family == socket.AF_UNIX
+                ends = found.getsockname(), found.getpeername()
+                sockets += any(str(end).startswith("b'\\x00jdistadam-") for end in ends)
         except OSError:  # another kind of file
             continue
     threads = [open(f"/proc/self/task/{i}/comm").read() for i in os.listdir("/proc/self/task")]
