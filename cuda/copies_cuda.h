@@ -249,6 +249,8 @@ class CopySender {
       if (sender != nullptr) sender->Stop();
   }
 
+  cudaStream_t stream() const { return others_; }
+
   // After Stop, the device gives up.
   void Send(const CudaCopyJob& job, int me) {
     const std::lock_guard<std::mutex> lock(mutex_);

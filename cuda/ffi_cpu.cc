@@ -89,7 +89,9 @@ class CpuBackend {
   void PutExtra(MessageWriter*, const char&) {}
   bool GetExtra(CopyPeer&, MessageReader*, char*) { return true; }
   void Launch(const CpuCopies::JobPointer& job);
-  bool IsWaitingFor(int) { return false; }
+  std::function<bool()> UnderWay() {
+    return [] { return false; };
+  }
 };
 
 static CopyProcesses<CpuCopies, CpuBackend>& CpuProcesses() {

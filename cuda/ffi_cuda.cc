@@ -95,6 +95,7 @@ static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
       PrepareCopies(stream, OrdinalsOf(who, a), who.clique != nullptr, ordinal, &events);
   if (status != cudaSuccess)
     return LeaveCopies(CudaBoard(), who, FailureOf(who.me, cudaGetErrorString(status)));
+  if (who.clique != nullptr) CudaProcesses().backend().Uses(ordinal, stream);
   CudaCopyJob job;
   ffi::Error error = PostCopies(CudaBoard(), CudaProcesses(), who, a.gathers, std::move(arrays),
                                 std::move(events), &job);
@@ -115,8 +116,6 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, con
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
       status = cudaStreamWaitEvent(stream, job->posts[p].extra.SentFor(ordinal), 0);
-    if (status == cudaSuccess && job->clique != nullptr)
-      status = CudaProcesses().backend().HasEnqueuedWaits(job, ordinal, stream);
     if (status != cudaSuccess) why = FailureOf(who.me, cudaGetErrorString(status));
     if (why.empty() && job->clique != nullptr) CudaProcesses().HasWaited(job);
   }

@@ -15,8 +15,8 @@
 // After a failure it makes no more copies: whoever has started one, or starts one, returns an error
 // with the first reason. A clique fails if a device of it fails, if a process cannot use what
 // another one posts, or if a process has gone. A socket that closes without "bye" belongs to a
-// process that has died. No process ends because of that, unless a GPU already waits for a copy of
-// the one that has died: nothing else ends such a wait.
+// process that has died. No process ends because of that, unless a GPU already waits for the one
+// that has died, in a copy or in a collective of XLA: nothing else ends such a wait.
 #pragma once
 
 #include <fcntl.h>
@@ -230,7 +230,7 @@ struct JoinedProcesses {
 //   void Learn(peer, kind, reader)    a message on memory
 //   void PutExtra(writer, extra), bool GetExtra(peer, reader, extra*)
 //   void Launch(job)                  lets the devices of this process send
-//   bool IsWaitingFor(process)        whether a device still waits for one that has died
+//   function<bool()> UnderWay()       whether what devices have enqueued until now is under way
 template <typename Board, typename Backend>
 class CopyProcesses {
  public:
@@ -593,14 +593,17 @@ class CopyProcesses {
       peer.Send(CopyMessage::kBye, MessageWriter().PutText("left").bytes);
       shutdown(peer.fd(), SHUT_RDWR);
     }
-    if (has_died) waiting_.emplace_back([this, id = peer.process, why] { Await(id, why); });
+    if (has_died) waiting_.emplace_back([this, why] { Await(why); });
   }
 
   // Ends this process if a device of it waits for one that has died, also while Python ends.
-  void Await(int process, const std::string& why) {
+  void Await(const std::string& why) {
+    const auto pause = std::chrono::milliseconds(100);
+    std::this_thread::sleep_for(10 * pause);  // a device may just be enqueuing
+    const auto is_under_way = backend_.UnderWay();
     for (double waited = 0; waited < grace_seconds_; waited += 0.1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      if (waited > 1 && !backend_.IsWaitingFor(process)) return;  // it may just be enqueuing
+      if (!is_under_way()) return;
+      std::this_thread::sleep_for(pause);
     }
     std::fprintf(stderr,
                  "jdistadam: %s, and for %.0f s a GPU of this process has waited for it, which "

@@ -127,49 +127,40 @@ class CudaBackend {
   }
 
   void Launch(const CudaCopyJob& job) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      while (!launched_.empty() && launched_.front()->IsIssued() && !IsSending(*launched_.front()))
-        launched_.pop_front();
-      launched_.push_back(job);
-    }
     for (int p = 0; p < job->count(); ++p)
       if (job->IsHere(p)) SendFrom(job->clique->ordinals[p], job, p);
   }
 
-  // A device has enqueued its waits on a stream.
-  cudaError_t HasEnqueuedWaits(const CudaCopyJob& job, int ordinal, cudaStream_t stream) {
-    PooledEvent passed;
-    cudaError_t error = passed.Take(ordinal, false);
-    if (error == cudaSuccess) error = cudaEventRecord(passed.get(), stream);
-    if (error != cudaSuccess) return error;
+  // The stream of a device here, on which it starts copies.
+  void Uses(int ordinal, cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& waits = waits_[ordinal];
-    while (!waits.empty() && cudaEventQuery(waits.front().passed.get()) == cudaSuccess)
-      waits.pop_front();
-    waits.push_back({job, std::move(passed)});
-    return cudaSuccess;
+    streams_[ordinal] = stream;
   }
 
-  // Others cannot tell a stream that a process has died.
-  bool IsWaitingFor(int process) {
-    const auto has_it = [process](const CudaCopyJob& job) {
-      const std::vector<int>& of = job->clique->processes;
-      return std::find(of.begin(), of.end(), process) != of.end();
-    };
+  // Returns whether what devices here have enqueued until now is under way, when asked.
+  std::function<bool()> UnderWay() {
+    const auto ends = std::make_shared<std::vector<PooledEvent>>();
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [ordinal, waits] : waits_)
-      for (const Wait& wait : waits)
-        if (has_it(wait.job) && cudaEventQuery(wait.passed.get()) == cudaErrorNotReady) return true;
-    return std::any_of(launched_.begin(), launched_.end(),
-                       [&](const CudaCopyJob& job) { return has_it(job) && IsSending(*job); });
+    for (const auto& [ordinal, stream] : streams_) {
+      CopySender* sender = nullptr;
+      if (cudaSetDevice(ordinal) != cudaSuccess || CopySender::Of(ordinal, &sender) != cudaSuccess)
+        continue;
+      for (const cudaStream_t used : {stream, sender->stream()}) {
+        PooledEvent end;
+        if (end.Take(ordinal, false) == cudaSuccess &&
+            cudaEventRecord(end.get(), used) == cudaSuccess)
+          ends->push_back(std::move(end));
+      }
+    }
+    (void)cudaGetLastError();
+    return [ends] {
+      return std::any_of(ends->begin(), ends->end(), [](const PooledEvent& end) {
+        return cudaEventQuery(end.get()) == cudaErrorNotReady;
+      });
+    };
   }
 
  private:
-  struct Wait {
-    CudaCopyJob job;
-    PooledEvent passed;
-  };
   struct Shown {
     uint64_t number, id;  // for others; of CUDA, which uses none again
     size_t size;
@@ -178,14 +169,6 @@ class CudaBackend {
     CUdeviceptr start;
     size_t size;
   };
-
-  // Whether copies that devices of this process have enqueued are not done.
-  static bool IsSending(const CudaCopies::Job& job) {
-    for (int p = 0; p < job.count(); ++p)
-      if (job.IsHere(p) && cudaEventQuery(job.posts[p].extra.sent.get()) == cudaErrorNotReady)
-        return true;
-    return false;
-  }
 
   // Returns why it cannot.
   std::string Map(int fd, size_t size, Mapped* mapped) {
@@ -275,8 +258,7 @@ class CudaBackend {
   uint64_t last_number_ = 0;
   std::map<std::pair<int, uint64_t>, Mapped> mapped_;  // by process and number
   std::map<int, std::string> refused_;                 // why memory was not mapped, by process
-  std::map<int, std::deque<Wait>> waits_;              // that may not be over; by device here
-  std::deque<CudaCopyJob> launched_;                   // that devices here may not have sent
+  std::map<int, cudaStream_t> streams_;                // of programs, by device here
   std::map<std::pair<int, std::string>, cudaEvent_t> opened_;  // by device here and handle
 };
 

@@ -42,7 +42,9 @@ class Backend {
   void Learn(CopyPeer&, CopyMessage, MessageReader&) {}
   void PutExtra(MessageWriter*, const char&) {}
   bool GetExtra(CopyPeer&, MessageReader*, char*) { return opens_events; }
-  bool IsWaitingFor(int) { return num_waits-- > 0; }
+  std::function<bool()> UnderWay() {
+    return [this] { return num_waits-- > 0; };
+  }
 
   void Launch(const Board::JobPointer& job) {
     for (int from = 0; from < job->count(); ++from) {
@@ -57,7 +59,7 @@ class Backend {
   // What it cannot do.
   size_t most_bytes = SIZE_MAX;
   bool opens_events = true;
-  std::atomic<int> num_waits{0};  // how often a device still waits for one that has died
+  std::atomic<int> num_waits{0};  // how often something is under way after a death
 
  private:
   Board board_;
@@ -222,7 +224,7 @@ void TestAfterADeath() {
   const auto limit = std::chrono::steady_clock::now() + seconds(20);
   while (run.processes[0].backend().num_waits >= 0 && std::chrono::steady_clock::now() < limit)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  Expect(run.processes[0].backend().num_waits < 0, "nobody asks whether a device waits");
+  Expect(run.processes[0].backend().num_waits < 0, "nobody asks what is under way");
 }
 
 // What happens to devices that wait for a process, after act(its socket to this one).
