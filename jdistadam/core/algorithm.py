@@ -250,7 +250,7 @@ class Algorithm:
     @property
     def numbers(self) -> tuple[dict[str, Any], ...]:
         """Hyperparameters that are arrays: first of all leaves, then of each group."""
-        return tuple(hyper.known_and_operands()[1] for hyper in (self.hyper, *self.groups.used))
+        return tuple(hyper.arrays for hyper in (self.hyper, *self.groups.used))
 
     def with_numbers(self, numbers: tuple[dict[str, Any], ...]) -> Algorithm:
         """Returns a copy with other arrays in place of ``numbers``."""

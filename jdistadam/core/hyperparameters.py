@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.sharding import AxisType
 
 from jdistadam.core import trees
@@ -32,6 +33,9 @@ from jdistadam.errors import DtypeError, HyperparameterError, ShapeError
 
 FLAGS = ("nesterov", "cautious_weight_decay")
 """Variants of the formula, in the order of their bits in cuda/adam_math.h."""
+
+RATES = ("learning_rate", "weight_decay")
+"""The hyperparameters that may be schedules."""
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
@@ -84,23 +88,29 @@ class Hyperparameters:
         """The names in ``FLAGS`` that are set."""
         return frozenset(name for name in FLAGS if getattr(self, name))
 
-    def known_and_operands(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
-        """Returns hashable values that the compiler knows, and operands of the program.
-
-        ``Hyperparameters(**dict(known), **operands)`` is equal to this.
-        """
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The hyperparameters that are arrays."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        operands = {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
-        return tuple((k, _hashable(v)) for k, v in values.items() if k not in operands), operands
+        return {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
 
+    def split(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any], dict[str, Any]]:
+        """Returns hashable values that the compiler knows, numbers of the program, and schedules.
 
-def _hashable(value: Any) -> Any:
-    """The value, or a hashable stand-in: a schedule may be an object without a hash."""
-    return value if getattr(value, "__hash__", None) else functools.partial(value)
+        ``Hyperparameters(**dict(known), **numbers, **schedules)`` is equal to this. The learning
+        rate and weight decay are numbers of the program: other values need no other program.
+        """
+        of_rates = {name: getattr(self, name) for name in RATES}
+        schedules = {k: v for k, v in of_rates.items() if callable(v)}
+        numbers = {k: float(v) if isinstance(v, int) else v for k, v in of_rates.items()}
+        numbers = {k: v for k, v in (numbers | self.arrays).items() if k not in schedules}
+        names = [field.name for field in dataclasses.fields(self)]
+        known = tuple((k, getattr(self, k)) for k in names if k not in (*RATES, *numbers))
+        return known, numbers, schedules
 
 
 def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: str) -> None:
-    if callable(value) and name in ("learning_rate", "weight_decay"):
+    if callable(value) and name in RATES:
         return _check_schedule(name, value)
     if isinstance(value, jax.Array | np.ndarray):
         if name == "b2" and value.dtype in (jnp.bfloat16, jnp.float16):
@@ -154,6 +164,48 @@ NAMES = (
 def at_count(value: Any, count: jax.Array) -> Any:
     """Returns a schedule's value at a step count, or the constant itself."""
     return value(count) if callable(value) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A traced schedule. Programs of equal text are equal, so that each is compiled once."""
+
+    text: str
+    jaxpr: Any = dataclasses.field(compare=False)
+
+
+def value_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
+    """Returns what a schedule returns if it is called now, for a step outside ``jax.jit`` too.
+
+    A schedule may depend on more than the count, such as a variable of the training loop, so it is
+    traced in each call. The program is compiled once, and has the bits of the schedule inside
+    ``jax.jit``. A schedule that needs the value of the count, such as one with an ``if``, is called
+    with the count itself.
+    """
+    values: list[Any] = []
+
+    def call(count: Any) -> Any:
+        value = schedule(count)
+        _check_number(name, value)
+        values.append(value)
+        return value
+
+    check_step_count("opt_state's count", count)
+    try:
+        traced = jax.make_jaxpr(call)(count)
+    except jax.errors.JAXTypeError:
+        return call(count)
+    if not trees.is_traced(values):
+        return values[0]
+    program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
+    return _run(program, list(traced.consts), count)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(program: _Program, consts: Sequence[Any], count: Any) -> Any:
+    """The value of a traced schedule."""
+    (value,) = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, consts))(count)
+    return value
 
 
 def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = True) -> jax.Array:
@@ -211,8 +263,8 @@ def check_step_count(name: str, count: Any) -> None:
         )
 
 
-def _scalar(name: str, value: Any) -> jax.Array:
-    """A coefficient as a float32 scalar; a schedule may have returned something else."""
+def _check_number(name: str, value: Any) -> None:
+    """Raises HyperparameterError unless a value, perhaps of a schedule, is one real number."""
     is_real = trees.is_number(value) and not jnp.iscomplexobj(value)
     if not is_real or np.shape(value) != ():
         got = f"shape {np.shape(value)}" if is_real else repr(value)
@@ -220,6 +272,11 @@ def _scalar(name: str, value: Any) -> jax.Array:
             f"{name}: not one number: got {got}, expected a scalar, also from a schedule. Return a "
             "number; for several rates use param_labels and groups, or optax.multi_transform."
         )
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    """A coefficient as a float32 scalar; a schedule may have returned something else."""
+    _check_number(name, value)
     return jnp.asarray(value).astype(jnp.float32)
 
 

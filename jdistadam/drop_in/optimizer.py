@@ -19,7 +19,7 @@ from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in.state import OPTAX_DTYPES, new_state
-from jdistadam.drop_in.step import TreeResult, tree_step
+from jdistadam.drop_in.step import TreeResult, schedule_values, tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
@@ -287,9 +287,8 @@ def _no_update(param: Any, grad: Any) -> Any:
 def _fused(algorithm: Algorithm) -> FusedTransformation:
     """The functions of an algorithm in one program."""
     groups, main_kind = algorithm.groups, algorithm.main_params
-    pairs = [hyper.known_and_operands() for hyper in groups.used]
-    known, operands = tuple(x for x, _ in pairs), tuple(x for _, x in pairs)
-    static = dict(known=known, main_kind=main_kind, storage=algorithm.storage)
+    known, numbers, schedules = zip(*(hyper.split() for hyper in groups.used), strict=True)
+    kept_as: dict[str, Any] = dict(main_kind=main_kind, storage=algorithm.storage)
     needs_params = algorithm.reads_params or main_kind.is_stored
 
     def init(params: Params) -> OptState:
@@ -313,9 +312,9 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             grads = without_frozen(rows, grads)
             params = None if params is None else without_frozen(rows, params)
         try:
-            new = tree_step(
-                grads, state, params, operands, mode=mode, rows=rows, **static, **requests
-            )
+            values = schedule_values(schedules, state, **kept_as)
+            static = dict(mode=mode, known=known, rows=rows, **kept_as)
+            new = tree_step(grads, state, params, numbers, values, **static, **requests)
         except TypeError:  # jit names a wrong leaf by its position in the call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
