@@ -276,7 +276,10 @@ def step_leaves(
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
             hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
-            results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
+            # The derivative of a skipped step must be finite to be multiplied by zero.
+            ones = jax.tree.map(jnp.ones_like, call_leaves)
+            given = trees.keep_if(is_skipped, ones, call_leaves)
+            results = _call_optax(given, decays, mode=mode, hyper=hyper, count=count)
             results = trees.keep_if(is_skipped, call_leaves, results)
             of_leaves = _squares(call_leaves, results) if norms else None
         else:
