@@ -88,10 +88,11 @@ def for_each_leaf(
             f"{name}{where}: structure differs from params: got {got}, expected {expected_node}. "
             f"Give each leaf of params, or each subtree, {expected}."
         ) from None
-    for path, value in zip(trees.paths(params, name), values, strict=True):
+    for path, value in trees.leaves_with_path(given, is_leaf):
         if not isinstance(value, kind):
             raise DtypeError(
-                f"{path}: not a {what}: got {value!r}, expected {expected}. Fix {name}."
+                f"{name}{jax.tree_util.keystr(path)}: not a {what}: "
+                f"got {shown(value)}, expected {expected}. Fix {name}."
             )
     return values
 

@@ -196,7 +196,7 @@ def fused_adam(
     mu_dtype: Any = None,
     *,
     nesterov: bool = False,
-    l2: Any = 0.0,
+    l2: Any = None,
     nu_dtype: Any = None,
     main_params_dtype: Any = UNSET,
     bias_correction: bool = True,
@@ -224,7 +224,7 @@ def fused_adam(
       eps_root: Added inside the square root.
       mu_dtype: Dtype in which the first moment is stored.
       nesterov: Whether to use Nesterov momentum.
-      l2: :math:`\ell`, >= 0.
+      l2: :math:`\ell`, >= 0. None: 0, which no ``inject_hyperparams`` makes an array of.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
       main_params_dtype: As in ``fused_adamw``, and so are the next four arguments.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
@@ -254,6 +254,7 @@ def fused_adam(
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
     both = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps_root=eps_root, eps=eps)
+    l2 = 0.0 if l2 is None else l2
     hyper = Hyperparameters(**both, nesterov=nesterov, l2=l2, bias_correction=bias_correction)
     like_optax = optax_adam(**both, mu_dtype=_mu_dtype(mu_dtype), nesterov=nesterov)
     made = make_groups(hyper, None, param_labels, groups)
@@ -276,6 +277,27 @@ def fused_adam(
 def _everywhere(params: Params) -> Any:
     """A mask that selects all leaves, for making a state, which does not depend on it."""
     return jax.tree.map(lambda _: True, params)
+
+
+def _with_gradients(params: Params, grads: Grads, state: OptState, is_needed: bool) -> Params:
+    """The params that an update reads, as in optax: all of a module may be given.
+
+    Leaves without a gradient, such as functions, need no update, unless they have moments. If
+    nothing reads the params, they may be in other containers than the gradients.
+    """
+    if jax.tree.structure(params) == jax.tree.structure(grads):
+        return params
+    if not is_needed:
+        return None
+    adam = next(iter(trees.parts_of(state, optax.ScaleByAdamState)), None)
+
+    def read(grad: Any, param: Any, mu: Any) -> Any:
+        return None if grad is None and not jax.tree.leaves(mu) else param
+
+    try:
+        return jax.tree.map(read, grads, params, adam.mu, is_leaf=lambda x: x is None)
+    except (ValueError, TypeError, AttributeError):  # the step says what differs
+        return params
 
 
 def _no_update(param: Any, grad: Any) -> Any:
@@ -303,6 +325,8 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     ) -> TreeResult:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
+        if mode == "update" and params is not None:
+            params = _with_gradients(params, grads, state, needs_params)
         whole = grads if params is None else params
         rows = groups.row_of_leaves(whole)
         kept = whole
