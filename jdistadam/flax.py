@@ -30,8 +30,9 @@ def _has_step(tx: Any) -> bool:
     a_chain = ", a chain in which another transformation follows the optimizer" * is_fused
     warn_caller(
         "tx: has no fused step, so that its update runs, which reads and writes more: got "
-        f"{type(tx).__name__}{a_chain}, expected what jda.fused_adamw, jda.chain or jda.inject_hyperparams "
-        "returns. Write jda.chain, MultiSteps and apply_if_finite in place of those of optax, and "
+        f"{type(tx).__name__}{a_chain}, expected what jda.fused_adamw, jda.chain or "
+        "jda.inject_hyperparams returns. Write jda.chain, MultiSteps and apply_if_finite in place "
+        "of those of optax, and "
         "end a chain with the optimizer, or with jda.scale_by_adam, jda.add_decayed_weights and "
         "jda.scale_by_learning_rate."
     )

@@ -85,12 +85,10 @@ class MultiSteps(FusedTransformation):
     ) -> MultiSteps:
         """Wraps an optimizer."""
         inner = full_step_of(opt, "MultiSteps")
-        schedule, k = every_k_schedule, every_k_schedule
-        if not callable(k):
-            if not isinstance(k, jax.Array):
-                check_count("every_k_schedule", k)
-                k = int(k)  # optax calls an integer of numpy
-            schedule = lambda _: k  # noqa: E731
+        if not callable(every_k_schedule) and not isinstance(every_k_schedule, jax.Array):
+            check_count("every_k_schedule", every_k_schedule)
+            every_k_schedule = int(every_k_schedule)
+        schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
         skips = should_skip_update_fn
         skips = None if skips is None else functools.partial(_decision, skips)
         how = (use_grad_mean, skips, accumulator_dtype)

@@ -196,7 +196,8 @@ def value_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
     except jax.errors.JAXTypeError:
         return call(count)
     if not trees.is_traced(values):
-        return values[0]
+        (value,) = values
+        return float(value) if isinstance(value, int) else value
     program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
     return _run(program, list(traced.consts), count)
 

@@ -18,8 +18,8 @@ from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.state import OPTAX_DTYPES, new_state
-from jdistadam.drop_in.step import TreeResult, schedule_values, tree_step
+from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, schedule_values
+from jdistadam.drop_in.step import TreeResult, tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
@@ -285,11 +285,12 @@ def _with_gradients(params: Params, grads: Grads, state: OptState, is_needed: bo
     Leaves without a gradient, such as functions, need no update, unless they have moments. If
     nothing reads the params, they may be in other containers than the gradients.
     """
-    if jax.tree.structure(params) == jax.tree.structure(grads):
+    given: Any = jax.tree.structure(grads)
+    if given == jax.tree.structure(params):
         return params
     if not is_needed:
         return None
-    adam = next(iter(trees.parts_of(state, optax.ScaleByAdamState)), None)
+    adam: Any = next(iter(trees.parts_of(state, optax.ScaleByAdamState)), None)
 
     def read(grad: Any, param: Any, mu: Any) -> Any:
         return None if grad is None and not jax.tree.leaves(mu) else param

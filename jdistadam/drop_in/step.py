@@ -20,19 +20,18 @@ from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
-from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows, value_now
+from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.low_precision import HALVES, RoundingState, split_key
+from jdistadam.drop_in.low_precision import HALVES, RoundingState
 from jdistadam.drop_in.state import (
     MainParamsState,
-    adam_state_of,
     check_trees,
     is_integer,
     main_leaves,
     nan_if_changed,
     optax_takes,
-    split_state,
+    parts_of_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels.operands import (
@@ -115,10 +114,10 @@ def tree_step(
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     hypers = [
-        Hyperparameters(**dict(x), **y, **{k: functools.partial(_given, v) for k, v in z.items()})
+        Hyperparameters(**dict(x), **y, **jax.tree.map(_constant, z))
         for x, y, z in zip(known, numbers, values, strict=True)
     ]
-    name, key, main_params, inner = _parts(state, main_kind, storage)
+    name, key, main_params, inner = parts_of_state(state, main_kind, storage)
     adam_state = inner[0]
     if storage.is_coding:  # [Note: boxes]
         mu, nu = map(trees.codes_inside, (adam_state.mu, adam_state.nu))
@@ -151,40 +150,9 @@ def _next_steps(steps: list[Any]) -> list[Any]:
     return [optax.safe_increment(count), *map(advance_schedules, others)]
 
 
-def _given(value: Any, count: Any) -> Any:
+def _constant(value: Any) -> Any:
     """A schedule whose value is known."""
-    del count
-    return value
-
-
-def _parts(state: OptState, main_kind: Codec, storage: Storage) -> tuple[str, Any, Any, Any]:
-    """Returns the name of optax's state, the key, the main parameters, and optax's state."""
-    name = "opt_state" + ".inner" * (main_kind.is_stored + storage.is_stochastic)
-    key, state = split_key(storage, state)
-    main_params, inner = split_state(state, main_kind)
-    adam_state_of(inner, name)
-    return name, key, main_params, inner
-
-
-def schedule_values(
-    schedules: Sequence[dict[str, Any]], state: OptState, *, main_kind: Codec, storage: Storage
-) -> tuple[dict[str, Any], ...]:
-    """Returns the value of each group's schedules in this step; call it outside ``tree_step``.
-
-    A schedule has its own count, which optax's state has in addition to Adam's. They differ if a
-    schedule was restarted and the moments were kept. The schedule of a single group has no count in
-    that state, and uses Adam's.
-    """
-    if not any(schedules):
-        return tuple({} for _ in schedules)
-    adam, *others = _parts(state, main_kind, storage)[3]
-    own = {"learning_rate": others[-1:], "weight_decay": others[:-1][:1]}  # optax.adam has no decay
-
-    def count_of(name: str) -> Any:
-        states = [getattr(x, "inner_state", x) for x in own[name]]
-        return next((x.count for x in states if "count" in getattr(x, "_fields", ())), adam.count)
-
-    return tuple({k: value_now(k, x, count_of(k)) for k, x in of.items()} for of in schedules)
+    return lambda count: value
 
 
 def _check_quantized(

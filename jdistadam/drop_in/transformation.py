@@ -258,7 +258,7 @@ def full_step_of(tx: Any, function: str) -> FullStep:
 
 
 def _difference(new: Any, old: Any) -> Any:
-    """new - old, without rounding the operands: float32, or the dtype of wider ones."""
+    """The update, from operands that are not rounded: float32, or the dtype of wider ones."""
     if jnp.issubdtype(new.dtype, jnp.integer):  # without overflow of unsigned numbers
         is_up, up, down = new >= old, new - old, old - new
         return jnp.where(is_up, up.astype(jnp.float32), -down.astype(jnp.float32))

@@ -208,12 +208,14 @@ def adam_update(
         m_hat = c["b1"] * (m / c["c1_next"]) + c["one_minus_b1"] * (g / c["c1"])
     else:
         m_hat = m / c["c1"]
-    square = v / c["c2"] + c["eps_root"]
-    root = xp.sqrt(square)
-    if every_term:
-        is_still = (square == 0) & (m_hat == 0)
-        root = xp.where(is_still, 0, xp.sqrt(xp.where(is_still, 1, square)))
-    u = m_hat / (root + c["eps"])
+
+    def root(x: Any) -> Any:
+        if not every_term:
+            return xp.sqrt(x)
+        is_still = (x == 0) & (m_hat == 0)
+        return xp.where(is_still, 0, xp.sqrt(xp.where(is_still, 1, x)))
+
+    u = m_hat / (root(v / c["c2"] + c["eps_root"]) + c["eps"])
     is_cautious = "cautious_weight_decay" in flags
     u = with_term("weight_decay", u, where=~(u * p < 0) if is_cautious else True)
     return c["learning_rate"] * u, m, v
