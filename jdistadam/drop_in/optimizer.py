@@ -72,8 +72,11 @@ def fused_adamw(
     kernel call updates all members, and each result is bitwise equal to a separate call's. A step
     can be differentiated to any order, in forward and reverse mode, with respect to gradients,
     state, params and hyperparameters. The kernel computes the values; derivatives use the formula
-    in jax.numpy. As in optax, they need ``eps_root`` above zero if a second moment may be zero.
-    Main parameters of "remainder16" have no derivative.
+    in jax.numpy. If ``eps_root`` is zero, the root has no derivative where the second moment is
+    zero. There it counts as zero if the first moment is zero too; optax returns NaN for the
+    derivative by such a gradient. Main parameters of "remainder16" have no derivative.
+
+    Outside ``jax.jit``, schedules are called in every step, and may depend on more than the count.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -224,7 +227,7 @@ def fused_adam(
       eps_root: Added inside the square root.
       mu_dtype: Dtype in which the first moment is stored.
       nesterov: Whether to use Nesterov momentum.
-      l2: :math:`\ell`, >= 0. None: 0, which no ``inject_hyperparams`` makes an array of.
+      l2: :math:`\ell`, >= 0. None: 0, and ``inject_hyperparams`` makes no number of it.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
       main_params_dtype: As in ``fused_adamw``, and so are the next four arguments.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
