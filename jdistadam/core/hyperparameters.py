@@ -168,19 +168,42 @@ def at_count(value: Any, count: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """A traced schedule. Programs of equal text are equal, so that each is compiled once."""
+    """A traced schedule. Programs of equal text are equal: a step with one is compiled once."""
 
     text: str
     jaxpr: Any = dataclasses.field(compare=False)
 
 
-def value_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
-    """Returns what a schedule returns if it is called now, for a step outside ``jax.jit`` too.
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays", "count"], meta_fields=["program"]
+)
+@dataclasses.dataclass(frozen=True)
+class TracedSchedule:
+    """A schedule as it is now, for a step to evaluate: an operand of its program.
 
-    A schedule may depend on more than the count, such as a variable of the training loop, so it is
-    traced in each call. The program is compiled once, and has the bits of the schedule inside
-    ``jax.jit``. A schedule that needs the value of the count, such as one with an ``if``, is called
-    with the count itself.
+    Attributes:
+      program: What it computes.
+      arrays: The arrays that it reads.
+      count: The step count.
+    """
+
+    program: _Program
+    arrays: list[Any]
+    count: Any
+
+    def value(self) -> Any:
+        """Its value at the step count."""
+        closed = core.ClosedJaxpr(self.program.jaxpr, self.arrays)
+        return core.jaxpr_as_fun(closed)(self.count)[0]
+
+
+def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
+    """Returns what a schedule is if it is called now: a ``TracedSchedule``, or a number.
+
+    A schedule may depend on more than the count, such as a variable of the training loop. It is
+    therefore traced in each step, also outside ``jax.jit``. It is evaluated in the program of the
+    step: one operation at a time, or in a program of its own, it may have other bits. A schedule
+    that needs the value of the count, such as one with an ``if``, is called with the count itself.
     """
     values: list[Any] = []
 
@@ -195,18 +218,11 @@ def value_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
         traced = jax.make_jaxpr(call)(count)
     except jax.errors.JAXTypeError:
         return call(count)
-    if not trees.is_traced(values):
-        (value,) = values
-        return float(value) if isinstance(value, int) else value
-    program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
-    return _run(program, list(traced.consts), count)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run(program: _Program, consts: Sequence[Any], count: Any) -> Any:
-    """The value of a traced schedule."""
-    (value,) = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, consts))(count)
-    return value
+    if trees.is_traced(values):
+        program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
+        return TracedSchedule(program, list(traced.consts), count)
+    (value,) = values
+    return float(value) if isinstance(value, int) else value
 
 
 def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = True) -> jax.Array:

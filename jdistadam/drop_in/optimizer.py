@@ -18,7 +18,7 @@ from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, schedule_values
+from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, schedules_now
 from jdistadam.drop_in.step import TreeResult, tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
@@ -340,9 +340,9 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             grads = without_frozen(rows, grads)
             params = None if params is None else without_frozen(rows, params)
         try:
-            values = schedule_values(schedules, state, **kept_as)
+            now = schedules_now(schedules, state, **kept_as)
             static = dict(mode=mode, known=known, rows=rows, **kept_as)
-            new = tree_step(grads, state, params, numbers, values, **static, **requests)
+            new = tree_step(grads, state, params, numbers, now, **static, **requests)
         except TypeError:  # jit names a wrong leaf by its position in the call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)

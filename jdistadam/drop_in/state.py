@@ -13,7 +13,7 @@ import optax
 from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
-from jdistadam.core.hyperparameters import value_now
+from jdistadam.core.hyperparameters import schedule_now
 from jdistadam.core.storage import Storage, check_main_dtype, has_main_param, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import low_precision
@@ -305,10 +305,10 @@ def parts_of_state(
     return name, key, main_params, inner
 
 
-def schedule_values(
+def schedules_now(
     schedules: Sequence[dict[str, Any]], state: OptState, *, main_kind: Codec, storage: Storage
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the value of each group's schedules in this step; call it outside ``tree_step``.
+    """Returns each group's schedules in this step; call it outside ``tree_step``.
 
     A schedule has its own count, which optax's state has in addition to Adam's. They differ if a
     schedule was restarted and the moments were kept. The schedule of a single group has no count in
@@ -323,4 +323,4 @@ def schedule_values(
         states = [getattr(x, "inner_state", x) for x in own[name]]
         return next((x.count for x in states if "count" in getattr(x, "_fields", ())), adam.count)
 
-    return tuple({k: value_now(k, x, count_of(k)) for k, x in of.items()} for of in schedules)
+    return tuple({k: schedule_now(k, x, count_of(k)) for k, x in of.items()} for of in schedules)

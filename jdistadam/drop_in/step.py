@@ -20,7 +20,12 @@ from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
-from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
+from jdistadam.core.hyperparameters import (
+    Hyperparameters,
+    TracedSchedule,
+    at_count,
+    coefficient_rows,
+)
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in.low_precision import HALVES, RoundingState
@@ -85,7 +90,7 @@ def tree_step(
     state: OptState,
     params: Params,
     numbers: tuple[dict[str, Any], ...],
-    values: tuple[dict[str, Any], ...],
+    schedules: tuple[dict[str, Any], ...],
     is_skipped: Any = None,
     *,
     mode: str,
@@ -102,7 +107,7 @@ def tree_step(
       state: The result of the optimizer's ``init`` or of an earlier step.
       params: Parameters. None if nothing in the formula reads them.
       numbers: The learning rate, weight decay and array hyperparameters of each group.
-      values: The values of each group's schedules, as ``schedule_values`` returns them.
+      schedules: The schedules of each group, as ``schedules_now`` returns them.
       is_skipped: In mode "step", whether to change nothing; None: to step.
       mode: "step": returns new params. "update": returns optax's updates.
       known: The other hyperparameters, as items.
@@ -113,9 +118,11 @@ def tree_step(
       norms: In mode "step", whether to sum squares.
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
+    now: list[dict[str, Any]] = [
+        {k: functools.partial(_value, x) for k, x in group.items()} for group in schedules
+    ]
     hypers = [
-        Hyperparameters(**dict(x), **y, **jax.tree.map(_constant, z))
-        for x, y, z in zip(known, numbers, values, strict=True)
+        Hyperparameters(**dict(x), **y, **z) for x, y, z in zip(known, numbers, now, strict=True)
     ]
     name, key, main_params, inner = parts_of_state(state, main_kind, storage)
     adam_state = inner[0]
@@ -150,9 +157,10 @@ def _next_steps(steps: list[Any]) -> list[Any]:
     return [optax.safe_increment(count), *map(advance_schedules, others)]
 
 
-def _constant(value: Any) -> Any:
-    """A schedule whose value is known."""
-    return lambda count: value
+def _value(schedule: Any, count: Any) -> Any:
+    """The value of a schedule, which has its own count."""
+    del count
+    return schedule.value() if isinstance(schedule, TracedSchedule) else schedule
 
 
 def _check_quantized(

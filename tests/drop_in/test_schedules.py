@@ -171,8 +171,11 @@ def test_new_rates_and_schedules_compile_nothing():
         jda.fused_adamw(rate, weight_decay=2 * rate).step(params, state, params)
         jda.fused_adamw(lambda count: rate).step(params, scheduled, params)
         jda.fused_adamw(lambda count: 1e-3 / (count + 1)).step(params, scheduled, params)
+        array = jnp.asarray(rate)
+        jda.fused_adamw(lambda count: array / (count + 1)).step(params, scheduled, params)
 
     steps(1e-3)
+    steps(1)  # an array of another dtype
     before = num_compilations()
     for rate in (2e-3, 0.3, 1):
         steps(rate)
