@@ -217,11 +217,12 @@ def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
     try:
         traced = jax.make_jaxpr(call)(count)
     except jax.errors.JAXTypeError:
-        return call(count)
-    if trees.is_traced(values):
-        program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
-        return TracedSchedule(program, list(traced.consts), count)
-    (value,) = values
+        call(count)
+    else:
+        if trees.is_traced(values):
+            program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
+            return TracedSchedule(program, list(traced.consts), count)
+    value = values[-1]
     return float(value) if isinstance(value, int) else value
 
 

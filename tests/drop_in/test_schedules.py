@@ -191,6 +191,27 @@ def test_a_whole_number_is_a_rate():
     assert_same_bits(*updates)
 
 
+@pytest.mark.parametrize("transform", [jax.vmap, jax.grad, lambda f: jax.vmap(jax.grad(f))])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_schedule_may_read_what_is_differentiated_or_batched(transform, jitted):
+    params = {"w": jnp.ones(3)}
+    results = []
+    for make in (jda.fused_adamw, optax.adamw):
+
+        def moved(rate, make=make):
+            tx = make(lambda count: rate * jnp.exp(-count), eps_root=1e-8)
+            state, total = tx.init(params), 0.0
+            for _ in range(2):
+                updates, state = tx.update(params, state, params)
+                total += jnp.sum(jnp.square(updates["w"]))
+            return total
+
+        rates = jnp.asarray(0.3) if transform is jax.grad else jnp.array([0.1, 0.2, 0.3])
+        function = transform(moved)
+        results.append((jax.jit(function) if jitted else function)(rates))
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
 @pytest.mark.parametrize("value", [None, "0.1", jnp.ones(2), 1j])
 def test_schedules_that_return_no_number_raise(value):
     tx = jda.fused_adamw(lambda count: value)
