@@ -21,17 +21,21 @@ __all__ = ["Optimizer", "TrainState"]
 
 
 def _has_step(tx: Any) -> bool:
-    """Whether an optimizer has a step for one program; warns if it has only ``update``."""
+    """Whether an optimizer has a step for one program; warns if that is not fused."""
     if isinstance(tx, DistributedTransformation):
         return False  # its update raises, and says what to use
-    if isinstance(tx, FusedTransformation):
-        return True
+    is_fused = isinstance(tx, FusedTransformation)
+    if is_fused and (tx.full_step is not None or not tx.is_as_made):
+        return True  # the user's own step, if functions were replaced
+    got = "a chain with something after the optimizer" if is_fused else type(tx).__name__
     warn_caller(
-        "tx: has no fused step, so that its update runs, which reads and writes more: got "
-        f"{type(tx).__name__}, expected what jda.fused_adamw, jda.chain or jda.inject_hyperparams "
-        "returns. Write jda.chain, MultiSteps and apply_if_finite in place of those of optax."
+        f"tx: has no fused step, so that its update runs, which reads and writes more: got {got}, "
+        "expected what jda.fused_adamw, jda.chain or jda.inject_hyperparams returns. Write "
+        "jda.chain, MultiSteps and apply_if_finite in place of those of optax, and end a chain "
+        "with the optimizer, or with jda.scale_by_adam, jda.add_decayed_weights and "
+        "jda.scale_by_learning_rate."
     )
-    return False
+    return is_fused
 
 
 class TrainState(train_state.TrainState):

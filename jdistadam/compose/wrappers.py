@@ -26,7 +26,7 @@ from jdistadam.drop_in.transformation import (
     full_step_of,
     step_of,
 )
-from jdistadam.errors import TreeError
+from jdistadam.errors import HyperparameterError, TreeError
 
 
 class MultiSteps(FusedTransformation):
@@ -58,7 +58,8 @@ class MultiSteps(FusedTransformation):
 
     Raises:
       PolicyError: ``opt`` has no fused step.
-      HyperparameterError: ``every_k_schedule`` is neither a number of 1 or more nor a function.
+      HyperparameterError: ``every_k_schedule`` is neither a number of 1 or more nor a function;
+        ``should_skip_update_fn`` decides otherwise than with one bool (raised on use).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -86,9 +87,12 @@ class MultiSteps(FusedTransformation):
         inner = full_step_of(opt, "MultiSteps")
         if not callable(every_k_schedule) and not isinstance(every_k_schedule, jax.Array):
             check_count("every_k_schedule", every_k_schedule)
-        how = (use_grad_mean, should_skip_update_fn, accumulator_dtype)
-        theirs = optax_MultiSteps(opt, every_k_schedule, *how)
+            every_k_schedule = int(every_k_schedule)
         schedule = every_k_schedule if callable(every_k_schedule) else lambda _: every_k_schedule
+        skips = should_skip_update_fn
+        skips = None if skips is None else functools.partial(_decision, skips)
+        how = (use_grad_mean, skips, accumulator_dtype)
+        theirs = optax_MultiSteps(opt, schedule, *how)
 
         def full_step(
             grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
@@ -96,8 +100,8 @@ class MultiSteps(FusedTransformation):
             _check_state("MultiSteps", optax.MultiStepsState, state)
             trees.check_same_shapes(grads, state.acc_grads, name="grads", like_name="acc_grads")
             ignored, skip_state = is_skipped, state.skip_state
-            if should_skip_update_fn is not None:
-                rejected, skip_state = should_skip_update_fn(grads, state.gradient_step, params)
+            if skips is not None:
+                rejected, skip_state = skips(grads, state.gradient_step, params)
                 skip_state = trees.keep_if(is_skipped, state.skip_state, skip_state)
                 ignored = rejected if is_skipped is None else is_skipped | rejected
             n, k = state.mini_step, schedule(state.gradient_step)
@@ -137,10 +141,6 @@ class MultiSteps(FusedTransformation):
           A bool on the device.
         """
         return (state.mini_step == 0) & (state.gradient_step > 0)
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """Raises TypeError: its functions cannot be pickled, as those of other wrappers."""
-        raise TypeError("MultiSteps: cannot be pickled; make it anew.")
 
     def gradient_transformation(self) -> MultiSteps:
         """Returns itself, because this class is a transformation, unlike optax's.
@@ -204,6 +204,19 @@ def apply_if_finite(
     tx = FusedTransformation(theirs.init, theirs.update, step_of(full_step))
     tx.full_step = full_step
     return tx
+
+
+def _decision(skips: Callable[..., Any], *args: Any) -> tuple[jax.Array, Any]:
+    """What ``should_skip_update_fn`` returns, whose decision must be one bool."""
+    decision, skip_state = skips(*args)
+    kind = jnp.result_type(decision) if trees.is_number(decision) else type(decision).__name__
+    if kind != jnp.bool_ or jnp.shape(decision) != ():
+        raise HyperparameterError(
+            "should_skip_update_fn: its decision is not one bool: "
+            f"got {kind} of shape {jnp.shape(decision)}, expected bool of shape (). "
+            "Return the result of a comparison, such as optax.global_norm(grads) > 10, first."
+        )
+    return jnp.asarray(decision), skip_state
 
 
 def _with_placed_sums(init: Callable[[Params], Any], params: Params) -> optax.MultiStepsState:

@@ -88,10 +88,11 @@ def for_each_leaf(
             f"{name}{where}: structure differs from params: got {got}, expected {expected_node}. "
             f"Give each leaf of params, or each subtree, {expected}."
         ) from None
-    for path, value in zip(trees.paths(params, name), values, strict=True):
+    for path, value in trees.leaves_with_path(given, is_leaf):
         if not isinstance(value, kind):
             raise DtypeError(
-                f"{path}: not a {what}: got {value!r}, expected {expected}. Fix {name}."
+                f"{name}{jax.tree_util.keystr(path)}: not a {what}: "
+                f"got {shown(value)}, expected {expected}. Fix {name}."
             )
     return values
 
@@ -250,7 +251,7 @@ class Algorithm:
     @property
     def numbers(self) -> tuple[dict[str, Any], ...]:
         """Hyperparameters that are arrays: first of all leaves, then of each group."""
-        return tuple(hyper.known_and_operands()[1] for hyper in (self.hyper, *self.groups.used))
+        return tuple(hyper.arrays for hyper in (self.hyper, *self.groups.used))
 
     def with_numbers(self, numbers: tuple[dict[str, Any], ...]) -> Algorithm:
         """Returns a copy with other arrays in place of ``numbers``."""

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.sharding import AxisType
 
 from jdistadam.core import trees
@@ -32,6 +33,9 @@ from jdistadam.errors import DtypeError, HyperparameterError, ShapeError
 
 FLAGS = ("nesterov", "cautious_weight_decay")
 """Variants of the formula, in the order of their bits in cuda/adam_math.h."""
+
+RATES = ("learning_rate", "weight_decay")
+"""The hyperparameters that may be schedules."""
 
 ScalarOrSchedule = float | jax.Array | Callable[[Any], Any]
 
@@ -84,23 +88,29 @@ class Hyperparameters:
         """The names in ``FLAGS`` that are set."""
         return frozenset(name for name in FLAGS if getattr(self, name))
 
-    def known_and_operands(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
-        """Returns hashable values that the compiler knows, and operands of the program.
-
-        ``Hyperparameters(**dict(known), **operands)`` is equal to this.
-        """
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The hyperparameters that are arrays."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        operands = {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
-        return tuple((k, _hashable(v)) for k, v in values.items() if k not in operands), operands
+        return {k: v for k, v in values.items() if isinstance(v, jax.Array | np.ndarray)}
 
+    def split(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any], dict[str, Any]]:
+        """Returns hashable values that the compiler knows, numbers of the program, and schedules.
 
-def _hashable(value: Any) -> Any:
-    """The value, or a hashable stand-in: a schedule may be an object without a hash."""
-    return value if getattr(value, "__hash__", None) else functools.partial(value)
+        ``Hyperparameters(**dict(known), **numbers, **schedules)`` is equal to this. The learning
+        rate and weight decay are numbers of the program: other values need no other program.
+        """
+        of_rates = {name: getattr(self, name) for name in RATES}
+        schedules = {k: v for k, v in of_rates.items() if callable(v)}
+        numbers = {k: float(v) if isinstance(v, int) else v for k, v in of_rates.items()}
+        numbers = {k: v for k, v in (numbers | self.arrays).items() if k not in schedules}
+        names = [field.name for field in dataclasses.fields(self)]
+        known = tuple((k, getattr(self, k)) for k in names if k not in (*RATES, *numbers))
+        return known, numbers, schedules
 
 
 def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: str) -> None:
-    if callable(value) and name in ("learning_rate", "weight_decay"):
+    if callable(value) and name in RATES:
         return _check_schedule(name, value)
     if isinstance(value, jax.Array | np.ndarray):
         if name == "b2" and value.dtype in (jnp.bfloat16, jnp.float16):
@@ -154,6 +164,66 @@ NAMES = (
 def at_count(value: Any, count: jax.Array) -> Any:
     """Returns a schedule's value at a step count, or the constant itself."""
     return value(count) if callable(value) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A traced schedule. Programs of equal text are equal: a step with one is compiled once."""
+
+    text: str
+    jaxpr: Any = dataclasses.field(compare=False)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays", "count"], meta_fields=["program"]
+)
+@dataclasses.dataclass(frozen=True)
+class TracedSchedule:
+    """A schedule as it is now, for a step to evaluate: an operand of its program.
+
+    Attributes:
+      program: What it computes.
+      arrays: The arrays that it reads.
+      count: The step count.
+    """
+
+    program: _Program
+    arrays: list[Any]
+    count: Any
+
+    def value(self) -> Any:
+        """Its value at the step count."""
+        closed = core.ClosedJaxpr(self.program.jaxpr, self.arrays)
+        return core.jaxpr_as_fun(closed)(self.count)[0]
+
+
+def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
+    """Returns what a schedule is if it is called now: a ``TracedSchedule``, or a number.
+
+    A schedule may depend on more than the count, such as a variable of the training loop. It is
+    therefore traced in each step, also outside ``jax.jit``. It is evaluated in the program of the
+    step: one operation at a time, or in a program of its own, it may have other bits. A schedule
+    that needs the value of the count, such as one with an ``if``, is called with the count itself.
+    """
+    values: list[Any] = []
+
+    def call(count: Any) -> Any:
+        value = schedule(count)
+        _check_number(name, value)
+        values.append(value)
+        return value
+
+    check_step_count("opt_state's count", count)
+    try:
+        traced = jax.make_jaxpr(call)(count)
+    except jax.errors.JAXTypeError:
+        call(count)
+    else:
+        if trees.is_traced(values):
+            program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
+            return TracedSchedule(program, list(traced.consts), count)
+    value = values[-1]
+    return float(value) if isinstance(value, int) else value
 
 
 def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = True) -> jax.Array:
@@ -211,8 +281,8 @@ def check_step_count(name: str, count: Any) -> None:
         )
 
 
-def _scalar(name: str, value: Any) -> jax.Array:
-    """A coefficient as a float32 scalar; a schedule may have returned something else."""
+def _check_number(name: str, value: Any) -> None:
+    """Raises HyperparameterError unless a value, perhaps of a schedule, is one real number."""
     is_real = trees.is_number(value) and not jnp.iscomplexobj(value)
     if not is_real or np.shape(value) != ():
         got = f"shape {np.shape(value)}" if is_real else repr(value)
@@ -220,6 +290,11 @@ def _scalar(name: str, value: Any) -> jax.Array:
             f"{name}: not one number: got {got}, expected a scalar, also from a schedule. Return a "
             "number; for several rates use param_labels and groups, or optax.multi_transform."
         )
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    """A coefficient as a float32 scalar; a schedule may have returned something else."""
+    _check_number(name, value)
     return jnp.asarray(value).astype(jnp.float32)
 
 

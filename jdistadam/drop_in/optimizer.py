@@ -18,7 +18,7 @@ from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.state import OPTAX_DTYPES, new_state
+from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, schedules_now
 from jdistadam.drop_in.step import TreeResult, tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
@@ -72,8 +72,11 @@ def fused_adamw(
     kernel call updates all members, and each result is bitwise equal to a separate call's. A step
     can be differentiated to any order, in forward and reverse mode, with respect to gradients,
     state, params and hyperparameters. The kernel computes the values; derivatives use the formula
-    in jax.numpy. As in optax, they need ``eps_root`` above zero if a second moment may be zero.
-    Main parameters of "remainder16" have no derivative.
+    in jax.numpy. If ``eps_root`` is zero, the root has no derivative where the second moment is
+    zero. There it counts as zero if the first moment is zero too; optax returns NaN for the
+    derivative by such a gradient. Main parameters of "remainder16" have no derivative.
+
+    Outside ``jax.jit``, schedules are called in every step, and may depend on more than the count.
 
     Args:
       learning_rate: :math:`\alpha`, or a schedule of the step count.
@@ -196,7 +199,7 @@ def fused_adam(
     mu_dtype: Any = None,
     *,
     nesterov: bool = False,
-    l2: Any = 0.0,
+    l2: Any = None,
     nu_dtype: Any = None,
     main_params_dtype: Any = UNSET,
     bias_correction: bool = True,
@@ -224,7 +227,7 @@ def fused_adam(
       eps_root: Added inside the square root.
       mu_dtype: Dtype in which the first moment is stored.
       nesterov: Whether to use Nesterov momentum.
-      l2: :math:`\ell`, >= 0.
+      l2: :math:`\ell`, >= 0. None: 0, and ``inject_hyperparams`` makes no number of it.
       nu_dtype: Dtype in which the second moment is stored, as in ``fused_adamw``.
       main_params_dtype: As in ``fused_adamw``, and so are the next four arguments.
       bias_correction: Whether to divide by :math:`c_1` and :math:`c_2`.
@@ -254,6 +257,7 @@ def fused_adam(
       Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
     both = dict(learning_rate=learning_rate, b1=b1, b2=b2, eps_root=eps_root, eps=eps)
+    l2 = 0.0 if l2 is None else l2
     hyper = Hyperparameters(**both, nesterov=nesterov, l2=l2, bias_correction=bias_correction)
     like_optax = optax_adam(**both, mu_dtype=_mu_dtype(mu_dtype), nesterov=nesterov)
     made = make_groups(hyper, None, param_labels, groups)
@@ -278,6 +282,28 @@ def _everywhere(params: Params) -> Any:
     return jax.tree.map(lambda _: True, params)
 
 
+def _with_gradients(params: Params, grads: Grads, state: OptState, is_needed: bool) -> Params:
+    """The params that an update reads, as in optax: all of a module may be given.
+
+    Leaves without a gradient, such as functions, need no update, unless they have moments. If
+    nothing reads the params, they may be in other containers than the gradients.
+    """
+    given: Any = jax.tree.structure(grads)
+    if given == jax.tree.structure(params):
+        return params
+    if not is_needed:
+        return None
+    adam: Any = next(iter(trees.parts_of(state, optax.ScaleByAdamState)), None)
+
+    def read(grad: Any, param: Any, mu: Any) -> Any:
+        return None if grad is None and not jax.tree.leaves(mu) else param
+
+    try:
+        return jax.tree.map(read, grads, params, adam.mu, is_leaf=lambda x: x is None)
+    except (ValueError, TypeError, AttributeError):  # the step says what differs
+        return params
+
+
 def _no_update(param: Any, grad: Any) -> Any:
     """Zeros with the parameter's placement and, like all updates, the gradient's dtype."""
     dtype = getattr(grad, "dtype", jnp.result_type(grad))
@@ -287,9 +313,8 @@ def _no_update(param: Any, grad: Any) -> Any:
 def _fused(algorithm: Algorithm) -> FusedTransformation:
     """The functions of an algorithm in one program."""
     groups, main_kind = algorithm.groups, algorithm.main_params
-    pairs = [hyper.known_and_operands() for hyper in groups.used]
-    known, operands = tuple(x for x, _ in pairs), tuple(x for _, x in pairs)
-    static = dict(known=known, main_kind=main_kind, storage=algorithm.storage)
+    known, numbers, schedules = zip(*(hyper.split() for hyper in groups.used), strict=True)
+    kept_as: dict[str, Any] = dict(main_kind=main_kind, storage=algorithm.storage)
     needs_params = algorithm.reads_params or main_kind.is_stored
 
     def init(params: Params) -> OptState:
@@ -304,6 +329,8 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     ) -> TreeResult:
         if params is None and (needs_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
+        if mode == "update" and params is not None:
+            params = _with_gradients(params, grads, state, needs_params)
         whole = grads if params is None else params
         rows = groups.row_of_leaves(whole)
         kept = whole
@@ -313,9 +340,9 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             grads = without_frozen(rows, grads)
             params = None if params is None else without_frozen(rows, params)
         try:
-            new = tree_step(
-                grads, state, params, operands, mode=mode, rows=rows, **static, **requests
-            )
+            now = schedules_now(schedules, state, **kept_as)
+            static = dict(mode=mode, known=known, rows=rows, **kept_as)
+            new = tree_step(grads, state, params, numbers, now, **static, **requests)
         except TypeError:  # jit names a wrong leaf by its position in the call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)

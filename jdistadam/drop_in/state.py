@@ -13,6 +13,7 @@ import optax
 from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
+from jdistadam.core.hyperparameters import schedule_now
 from jdistadam.core.storage import Storage, check_main_dtype, has_main_param, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import low_precision
@@ -68,7 +69,7 @@ def new_main_params(kind: Codec, params: Params) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def split_state(state: OptState, kind: Codec) -> tuple[Any, Any]:
+def _split_state(state: OptState, kind: Codec) -> tuple[Any, Any]:
     """Returns the main parameters or None, and optax's own state."""
     if kind.is_stored != isinstance(state, MainParamsState):
         expected = "MainParamsState" if kind.is_stored else "optax's own state"
@@ -284,11 +285,42 @@ def _check_dtypes(tree: Any, dtype_like: Any, *, name: str, action: str) -> None
     trees.check_dtypes(of(True), name=name, allowed=both, action=action)
 
 
-def adam_state_of(state: OptState, name: str) -> optax.ScaleByAdamState:
-    """Returns the first part of optax's state, or raises TreeError."""
+def _check_adam_state(state: OptState, name: str) -> None:
+    """Raises TreeError unless it begins with the first part of optax's state."""
     if not (isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState)):
         raise TreeError(
             f"{name}: not a state of this optimizer: got {type(state).__name__}, expected the "
             "state that init(params) returned. Pass opt_state as init, update or step returned it."
         )
-    return state[0]
+
+
+def parts_of_state(
+    state: OptState, main_kind: Codec, storage: Storage
+) -> tuple[str, Any, Any, Any]:
+    """Returns the name of optax's state, the key, the main parameters, and optax's state."""
+    name = "opt_state" + ".inner" * (main_kind.is_stored + storage.is_stochastic)
+    key, state = low_precision.split_key(storage, state)
+    main_params, inner = _split_state(state, main_kind)
+    _check_adam_state(inner, name)
+    return name, key, main_params, inner
+
+
+def schedules_now(
+    schedules: Sequence[dict[str, Any]], state: OptState, *, main_kind: Codec, storage: Storage
+) -> tuple[dict[str, Any], ...]:
+    """Returns each group's schedules in this step; call it outside ``tree_step``.
+
+    A schedule has its own count, which optax's state has in addition to Adam's. They differ if a
+    schedule was restarted and the moments were kept. The schedule of a single group has no count in
+    that state, and uses Adam's.
+    """
+    if not any(schedules):
+        return tuple({} for _ in schedules)
+    adam, *others = parts_of_state(state, main_kind, storage)[3]
+    own = {"learning_rate": others[-1:], "weight_decay": others[:-1][:1]}  # optax.adam has no decay
+
+    def count_of(name: str) -> Any:
+        states = [getattr(x, "inner_state", x) for x in own[name]]
+        return next((x.count for x in states if "count" in getattr(x, "_fields", ())), adam.count)
+
+    return tuple({k: schedule_now(k, x, count_of(k)) for k, x in of.items()} for of in schedules)

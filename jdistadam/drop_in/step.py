@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,19 +20,23 @@ from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
-from jdistadam.core.hyperparameters import Hyperparameters, at_count, coefficient_rows
+from jdistadam.core.hyperparameters import (
+    Hyperparameters,
+    TracedSchedule,
+    at_count,
+    coefficient_rows,
+)
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.low_precision import HALVES, RoundingState, split_key
+from jdistadam.drop_in.low_precision import HALVES, RoundingState
 from jdistadam.drop_in.state import (
     MainParamsState,
-    adam_state_of,
     check_trees,
     is_integer,
     main_leaves,
     nan_if_changed,
     optax_takes,
-    split_state,
+    parts_of_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels.operands import (
@@ -85,7 +89,8 @@ def tree_step(
     grads: Grads,
     state: OptState,
     params: Params,
-    operands: tuple[dict[str, Any], ...],
+    numbers: tuple[dict[str, Any], ...],
+    schedules: tuple[dict[str, Any], ...],
     is_skipped: Any = None,
     *,
     mode: str,
@@ -101,7 +106,8 @@ def tree_step(
       grads: Gradients; the structure and shapes of params.
       state: The result of the optimizer's ``init`` or of an earlier step.
       params: Parameters. None if nothing in the formula reads them.
-      operands: The array hyperparameters of each group.
+      numbers: The learning rate, weight decay and array hyperparameters of each group.
+      schedules: The schedules of each group, as ``schedules_now`` returns them.
       is_skipped: In mode "step", whether to change nothing; None: to step.
       mode: "step": returns new params. "update": returns optax's updates.
       known: The other hyperparameters, as items.
@@ -112,11 +118,14 @@ def tree_step(
       norms: In mode "step", whether to sum squares.
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
-    hypers = [Hyperparameters(**dict(x), **y) for x, y in zip(known, operands, strict=True)]
-    name = "opt_state" + ".inner" * (main_kind.is_stored + storage.is_stochastic)
-    key, state = split_key(storage, state)
-    main_params, inner = split_state(state, main_kind)
-    adam_state = adam_state_of(inner, name)
+    now: list[dict[str, Any]] = [
+        {k: functools.partial(_value, x) for k, x in group.items()} for group in schedules
+    ]
+    hypers = [
+        Hyperparameters(**dict(x), **y, **z) for x, y, z in zip(known, numbers, now, strict=True)
+    ]
+    name, key, main_params, inner = parts_of_state(state, main_kind, storage)
+    adam_state = inner[0]
     if storage.is_coding:  # [Note: boxes]
         mu, nu = map(trees.codes_inside, (adam_state.mu, adam_state.nu))
         adam_state = adam_state._replace(mu=mu, nu=nu)
@@ -132,7 +141,6 @@ def tree_step(
     if storage.is_any:
         _check_quantized(trees.paths(params, "params"), leaves, storage.is_stochastic, mode)
     count = adam_state.count
-    hypers = [_at_own_counts(hyper, inner[1:]) for hyper in hypers]
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
     extras = dict(hypers=hypers, count=count, key=key, is_skipped=is_skipped, norms=norms)
     new, squares = step_leaves(leaves, rows_by_leaf, mode=mode, **extras)
@@ -149,27 +157,10 @@ def _next_steps(steps: list[Any]) -> list[Any]:
     return [optax.safe_increment(count), *map(advance_schedules, others)]
 
 
-def _at_own_counts(hyper: Hyperparameters, states: Sequence[Any]) -> Hyperparameters:
-    """Evaluates each schedule at its own count, which optax's state has in addition to Adam's.
-
-    They differ if a schedule was restarted and the moments were kept. The schedule of a single
-    group has no count in that state, and uses Adam's.
-    """
-    own = {"learning_rate": states[-1]}
-    if len(states) > 1:  # optax.adam has no state of decay
-        own["weight_decay"] = states[0]
-    found: dict[str, Any] = {}
-    for name, state in own.items():
-        schedule, state = getattr(hyper, name), getattr(state, "inner_state", state)
-        if callable(schedule) and "count" in getattr(state, "_fields", ()):
-            found[name] = functools.partial(_at, schedule, state.count)
-    return dataclasses.replace(hyper, **found) if found else hyper
-
-
-def _at(schedule: Callable[[Any], Any], own: jax.Array, count: Any) -> Any:
-    """The value of a schedule at its own count, whatever the other count is."""
+def _value(schedule: Any, count: Any) -> Any:
+    """The value of a schedule, which has its own count."""
     del count
-    return schedule(own)
+    return schedule.value() if isinstance(schedule, TracedSchedule) else schedule
 
 
 def _check_quantized(
@@ -261,7 +252,10 @@ def step_leaves(
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
             hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
-            results = _call_optax(call_leaves, decays, mode=mode, hyper=hyper, count=count)
+            # The derivative of a skipped step must be finite to be multiplied by zero.
+            ones = jax.tree.map(jnp.ones_like, call_leaves)
+            given = trees.keep_if(is_skipped, ones, call_leaves)
+            results = _call_optax(given, decays, mode=mode, hyper=hyper, count=count)
             results = trees.keep_if(is_skipped, call_leaves, results)
             of_leaves = _squares(call_leaves, results) if norms else None
         else:

@@ -111,8 +111,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           **extra_args: Extra arguments of the transformations in a chain.
 
         Returns:
-          New params and the new state, as ``step`` returns them, and the float32 differences
-          between new and old params.
+          New params and the new state, as ``step`` returns them, and the differences between new
+          and old params: float32, or the params' dtype if that is float64 or complex.
 
         Example:
           >>> import jax.numpy as jnp, jdistadam as jda
@@ -122,11 +122,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           -0.01
         """
         new, state = self.step(grads, state, params, **extra_args)
-
-        def difference(new: Any, old: Any) -> Any:
-            return new.astype(jnp.float32) - old.astype(jnp.float32)
-
-        return new, state, jax.tree.map(difference, new, params)
+        return new, state, jax.tree.map(_difference, new, params)
 
     def step_with_norms(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -183,9 +179,25 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         """Makes ``jax.tree.map`` keep ``step`` and the attributes of a subclass."""
         _register_as_tree(cls)
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        """Returns the arguments for pickle; the functions must be picklable."""
-        return (*self, self.step)
+    def __eq__(self, other: Any) -> bool:
+        """Whether the functions are equal, including those that a named tuple does not compare."""
+        return type(self) is type(other) and self._functions == other._functions
+
+    def __ne__(self, other: Any) -> bool:
+        """Not equal; a tuple has its own."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """A hash of the functions, because a transformation may be static in ``jax.jit``."""
+        return hash(self._functions)
+
+    @property
+    def _functions(self) -> tuple[Any, ...]:
+        return (*self, self.step, self.full_step)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle; the functions must be picklable."""
+        return _restored, (type(self), tuple(self), vars(self))
 
     def __copy__(self) -> FusedTransformation:
         """Returns itself: it is immutable."""
@@ -194,6 +206,15 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     def __deepcopy__(self, memo: Any) -> FusedTransformation:
         """Returns itself: it is immutable."""
         return self
+
+
+def _restored(
+    cls: type[FusedTransformation], functions: tuple[Any, ...], attributes: dict[str, Any]
+) -> FusedTransformation:
+    """A transformation from its parts, whatever the arguments of its class are."""
+    tx = cls._make(functions)
+    vars(tx).update(attributes)
+    return tx
 
 
 def step_of(full_step: FullStep) -> StepFn:
@@ -219,7 +240,11 @@ def full_step_of(tx: Any, function: str) -> FullStep:
         cure = "Wrap the optimizer before its functions are replaced."
     elif isinstance(tx, FusedTransformation):
         got += ", such as a chain in which another transformation follows the optimizer"
-        cure = "Move it before the optimizer."
+        cure = (
+            "For weight decay and learning rates, end the chain with jda.scale_by_adam, "
+            "jda.add_decayed_weights and jda.scale_by_learning_rate, which jda.chain fuses. Move "
+            "only what changes gradients before the optimizer."
+        )
     if hasattr(tx, "config"):
         cure = (
             "A distributed optimizer has norms=, loss_scale= and norm_guard=, and train_step has "
@@ -230,6 +255,15 @@ def full_step_of(tx: Any, function: str) -> FullStep:
         "jda.fused_adamw, jda.chain, inject_hyperparams, MultiSteps or apply_if_finite returns. "
         f"{cure}"
     )
+
+
+def _difference(new: Any, old: Any) -> Any:
+    """The update, from operands that are not rounded: float32, or the dtype of wider ones."""
+    if jnp.issubdtype(new.dtype, jnp.integer):  # without overflow of unsigned numbers
+        is_up, up, down = new >= old, new - old, old - new
+        return jnp.where(is_up, up.astype(jnp.float32), -down.astype(jnp.float32))
+    dtype = jnp.promote_types(new.dtype, jnp.float32)
+    return new.astype(dtype) - old.astype(dtype)
 
 
 def _register_as_tree(cls: type[FusedTransformation]) -> None:

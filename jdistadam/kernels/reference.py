@@ -192,7 +192,9 @@ def adam_update(
     """Returns (update, m, v) in float32: cuda/adam_math.h, operation by operation.
 
     A term whose coefficient is zero is left out, so an infinite parameter does not become a NaN.
-    ``every_term`` keeps them all: the derivative by a zero coefficient is not zero.
+    ``every_term``, for derivatives, keeps them all: the derivative by a zero coefficient is not
+    zero. And where both moments are zero, it takes the derivative of the root to be zero: it is
+    multiplied by the first moment, and infinity times zero would be NaN.
     """
 
     def with_term(name: str, x: Any, where: Any = True) -> Any:
@@ -206,7 +208,14 @@ def adam_update(
         m_hat = c["b1"] * (m / c["c1_next"]) + c["one_minus_b1"] * (g / c["c1"])
     else:
         m_hat = m / c["c1"]
-    u = m_hat / (xp.sqrt(v / c["c2"] + c["eps_root"]) + c["eps"])
+
+    def root(x: Any) -> Any:
+        if not every_term:
+            return xp.sqrt(x)
+        is_still = (x == 0) & (m_hat == 0)
+        return xp.where(is_still, 0, xp.sqrt(xp.where(is_still, 1, x)))
+
+    u = m_hat / (root(v / c["c2"] + c["eps_root"]) + c["eps"])
     is_cautious = "cautious_weight_decay" in flags
     u = with_term("weight_decay", u, where=~(u * p < 0) if is_cautious else True)
     return c["learning_rate"] * u, m, v
@@ -293,6 +302,8 @@ def adam_leaf(
         p = join_halves(param, remainder, xp) if is_split else param.astype(f32)
         g = grad.astype(f32) * inv_scale
         m, v = mu.astype(f32), nu.astype(f32)
+        if every_term:  # the derivative of a skipped step must be finite to be multiplied by zero
+            g, p, m, v = (xp.where(found_inf, 1, x) for x in (g, p, m, v))
         u, m, v = adam_update(c, g=g, p=p, m=m, v=v, flags=flags, every_term=every_term, xp=xp)
         if is_split:
             new_param, out = split_halves(p - u, param.dtype, xp)

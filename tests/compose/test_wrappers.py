@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -284,7 +283,7 @@ def test_optimizers_without_a_fused_step_raise(cpu_mesh):
     replaced = jda.fused_adamw(1e-3)._replace(step=lambda g, s, p: (p, s))
     for tx, said in (
         (optax.adamw(1e-3), "Write jda.chain"),
-        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "Move it before"),
+        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "jda.add_decayed_weights and jda"),
         (replaced, "functions that were replaced"),
         (distributed, "accumulate_steps="),
     ):
@@ -308,10 +307,12 @@ def test_wrong_numbers_raise(given):
 def test_every_k_may_be_an_array():
     params = {"w": jnp.ones(3)}
     states = []
-    for k in (2, jnp.int32(2)):
+    for k in (2, jnp.int32(2), np.int64(2)):
         tx = jda.MultiSteps(jda.fused_adamw(1e-3), k)
-        states.append(tx.step(params, tx.init(params), params))
-    assert_trees_same_bits(*states)
+        state = tx.init(params)
+        states.append([f(params, state, params) for f in (tx.step, tx.update)])
+    for other in states[1:]:
+        assert_trees_same_bits(other, states[0])
 
 
 def test_a_mean_that_is_not_finite_is_forgotten_after_the_step():
@@ -325,15 +326,50 @@ def test_a_mean_that_is_not_finite_is_forgotten_after_the_step():
     assert int(state.inner_opt_state.inner_state[0].count) == 1
 
 
-def test_a_copy_and_a_tree_map_keep_the_step_and_pickle_raises():
+def test_a_copy_and_a_tree_map_keep_the_step():
     tx = jda.MultiSteps(jda.fused_adamw(1e-2), 2)
     params = {"w": jnp.ones(3)}
     want = tx.step(params, tx.init(params), params)
-    for other in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda f: f, tx), tx._replace()):
+    rebuild, arguments, *_ = tx.__reduce_ex__(2)  # as pickle does
+    copies = copy.copy(tx), copy.deepcopy(tx), rebuild(*arguments)
+    for other in (*copies, jax.tree.map(lambda f: f, tx), tx._replace()):
         assert_trees_same_bits(other.step(params, other.init(params), params), want)
         assert jda.apply_if_finite(other, 1).step is not None
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(tx)
+
+
+@pytest.mark.parametrize("decision", [jnp.int32(0), 0, jnp.zeros(2, bool), "no"], ids=str)
+def test_a_decision_that_is_no_bool_raises(decision):
+    """``~0`` is true: nothing changed any more but the number of steps. optax raises, too."""
+    params = {"w": jnp.ones(3)}
+    good = jda.MultiSteps(jda.fused_adamw(1e-2), 2, should_skip_update_fn=optax.skip_not_finite)
+    state = good.init(params)
+    skips = lambda *args: (decision, state.skip_state)  # noqa: E731
+    tx = jda.MultiSteps(jda.fused_adamw(1e-2), 2, should_skip_update_fn=skips)
+    said = "^should_skip_update_fn: its decision is not one bool"
+    for call in (tx.step, tx.update, jax.jit(tx.step)):
+        with pytest.raises(jda.HyperparameterError, match=said):
+            call(params, state, params)
+    if isinstance(decision, jax.Array):
+        theirs = optax.MultiSteps(optax.adamw(1e-2), 2, should_skip_update_fn=skips)
+        with pytest.raises(ValueError, match="boolean scalar"):
+            theirs.update(params, theirs.init(params), params)
+
+
+@pytest.mark.parametrize("decision", [False, True, np.bool_(False)], ids=str)
+def test_a_decision_may_be_a_bool_of_python(decision):
+    params = {"w": jnp.ones(3)}
+    results = []
+    for given in (decision, jnp.bool_(decision)):
+        tx = jda.MultiSteps(
+            jda.fused_adamw(1e-2), 2, should_skip_update_fn=lambda *args, given=given: (given, ())
+        )
+        now, state = params, tx.init(params)
+        for _ in range(3):
+            now, state = tx.step(params, state, now)
+        updates, last = tx.update(params, state, now)
+        results.append((now, state, updates, last))
+    assert_trees_same_bits(*results)
+    assert int(state.gradient_step) == (0 if decision else 1)
 
 
 def test_states_of_other_optimizers_raise():

@@ -298,3 +298,86 @@ def test_a_derivative_of_sharded_arrays_gathers_nothing():
     assert grads.sharding.is_equivalent_to(params.sharding, 2)
     np.testing.assert_allclose(grads, one[1], rtol=32 * 2.0**-23)  # some operations, no sum
     np.testing.assert_allclose(rate, one[0], rtol=64 * 2.0**-23)  # a sum of 64 numbers
+
+
+def wrapped(whose, wrapper):
+    """A wrapper around AdamW without ``eps_root``, whose root has no derivative at zero."""
+    library, make = (jda, jda.fused_adamw) if whose == "ours" else (optax, optax.adamw)
+    tx = make(0.05, b1=0.8, b2=0.9, weight_decay=0.1)
+    if wrapper == "apply_if_finite":
+        return library.apply_if_finite(tx, 3)
+    return library.MultiSteps(tx, 2, accumulator_dtype=jnp.float64)
+
+
+def through_calls(tx, method, gradients, start):
+    """The derivative of the sum of new params by the first ones, after a call for each gradient."""
+
+    def total(params):
+        state = tx.init(params)
+        for gradient in gradients:
+            grads = {"w": gradient(params["w"])}
+            if method == "step":
+                params, state = tx.step(grads, state, params)
+            else:
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+        return jnp.sum(jnp.square(params["w"]))
+
+    return jax.jit(jax.grad(total))({"w": jnp.asarray(start)})["w"]
+
+
+START = np.array([1.0, -2.0, 0.5])
+square = lambda p: p * p  # noqa: E731
+nothing = lambda p: 0 * p  # noqa: E731
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_derivatives_after_a_skipped_step_are_those_of_optax(dtype):
+    """A skipped step has second moments of zero, and zero times infinity became NaN."""
+    not_finite = lambda p: jnp.full_like(p, jnp.nan)  # noqa: E731
+    with jax.enable_x64(True):
+        for calls in ([not_finite, square], [square, not_finite, square]):
+            want = through_calls(wrapped("optax", "apply_if_finite"), "update", calls, START)
+            tx = wrapped("ours", "apply_if_finite")
+            got = through_calls(tx, "step", calls, START.astype(dtype))
+            assert np.isfinite(want).all()
+            # some tens of roundings of numbers of order one
+            tolerance = 64 * float(jnp.finfo(dtype).eps)
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_derivatives_through_calls_that_only_accumulate(dtype):
+    """Against optax.adamw in float64 of the means; optax's MultiSteps has NaN, as we had."""
+    with jax.enable_x64(True):
+
+        def by_means(params):
+            tx = optax.adamw(0.05, b1=0.8, b2=0.9, weight_decay=0.1)
+            state = tx.init(params)
+            for _ in range(2):  # the params change between neither of two calls
+                mean = (nothing(params) + square(params)) / 2
+                updates, state = tx.update(mean, state, params)
+                params = optax.apply_updates(params, updates)
+            return jnp.sum(jnp.square(params))
+
+        want = jax.grad(by_means)(jnp.asarray(START))
+        calls = [nothing, square] * 2
+        got = through_calls(wrapped("ours", "MultiSteps"), "step", calls, START.astype(dtype))
+        tolerance = 64 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_derivatives_at_a_gradient_of_zero():
+    """By params those of optax; by the gradient -rate / eps, where optax has NaN."""
+    params, zeros = {"w": jnp.asarray(START, jnp.float32)}, {"w": jnp.zeros(3)}
+    results = []
+    for tx in (jda.fused_adamw(1e-2, weight_decay=0.1), optax.adamw(1e-2, weight_decay=0.1)):
+        state = tx.init(params)
+        total = lambda p, g: jnp.sum(tx.update(g, state, p)[0]["w"])  # noqa: B023, E731
+        results.append(jax.grad(total)(params, zeros)["w"])
+        by_gradient = jax.grad(total, 1)(params, zeros)["w"]
+        if len(results) == 1:  # the bias corrections cancel up to a few roundings of 1e-3
+            np.testing.assert_allclose(by_gradient, -1e-2 / 1e-8, rtol=1e-4)
+        else:
+            assert np.isnan(by_gradient).all()
+    np.testing.assert_allclose(*results, rtol=2.0**-22)

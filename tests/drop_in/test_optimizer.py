@@ -2,20 +2,23 @@
 
 import copy
 import dataclasses
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import freeze
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.drop_in.step import tree_step
-from support.bits import assert_same_bits
+from support.bits import assert_same_bits, assert_trees_same_bits
 from support.samples import often
 from support.ulp import assert_step_close
 
@@ -284,6 +287,82 @@ def test_eager_inject_hyperparams_compiles_once():
         state.hyperparams["learning_rate"] = jnp.float32(lr)
         _, state = tx.update(params, state, params)
     assert tree_step._cache_size() == before
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["w", "activation", "is_on", "factor", "layers"],
+    meta_fields=[],
+)
+@dataclasses.dataclass
+class Module:
+    """As in Equinox: a tree of parameters, functions, numbers and frozen layers."""
+
+    w: Any
+    activation: Any
+    is_on: Any
+    factor: Any
+    layers: Any
+
+
+def parts_of_a_module():
+    """All of it, its trained parameters, and gradients: None for the rest."""
+    ones, twos = jnp.ones(3), jnp.full(2, 2.0)
+    whole = Module(ones, jax.nn.relu, True, 0.5, {"a": twos, "kept": ones, "i": jnp.arange(2)})
+    trained = Module(ones, None, None, None, {"a": twos, "kept": None, "i": None})
+    return whole, trained, jax.tree.map(lambda x: 0.3 * x, trained)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, dict(mask=lambda tree: jax.tree.map(lambda x: x.size > 2, tree))],
+    ids=["plain", "masked"],
+)  # fmt: skip
+def test_params_may_be_a_whole_module(options, jitted):
+    """Leaves without a gradient are not read, as in optax, whose masks need the trained ones."""
+    whole, trained, grads = parts_of_a_module()
+    results = []
+    for make in (jda.fused_adamw, optax.adamw):
+        tx = make(1e-2, weight_decay=0.1, **options)
+        given = trained if options and make is optax.adamw else whole
+        update = lambda g, s: tx.update(g, s, given)  # noqa: B023, E731
+        results.append((jax.jit(update) if jitted else update)(grads, tx.init(trained))[0])
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_params_that_nothing_reads_may_be_anything():
+    params, grads = {"a": jnp.ones(3)}, {"a": jnp.full(3, 0.5)}
+    tx = jda.fused_adam(1e-2)
+    state = tx.init(params)
+    want = tx.update(grads, state)
+    whole, trained, of_module = parts_of_a_module()
+    for given in (freeze(params), (), whole):
+        assert_trees_same_bits(tx.update(grads, state, given), want)
+    assert_trees_same_bits(
+        tx.update(of_module, tx.init(trained), whole), tx.update(of_module, tx.init(trained))
+    )
+
+
+def test_a_gradient_that_is_missing_is_named():
+    """A leaf with moments and without a gradient is a mistake, unlike one without both."""
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    tx = jda.fused_adamw(1e-2)
+    with pytest.raises(jda.TreeError, match=r"^grads\['b'\]: missing, params has it"):
+        tx.update({"a": jnp.ones(3), "b": None}, tx.init(params), params)
+
+
+def test_optax_injects_the_hyperparameters_of_its_adam():
+    """``l2`` became an array: then an update needed params, and optax's states did not fit."""
+    params = {"w": jnp.ones(3)}
+    states, results = [], []
+    for make in (jda.fused_adam, optax.adam):
+        tx = optax.inject_hyperparams(make)(1e-2)
+        states.append(tx.init(params))
+        results.append(tx.update(params, states[0])[0]["w"])
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    np.testing.assert_allclose(*results, rtol=1e-5)
 
 
 def test_works_in_flax_train_state():

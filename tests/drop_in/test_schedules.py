@@ -1,4 +1,7 @@
-"""Schedules look at their own count in optax's state, which may not be the one of Adam."""
+"""Schedules: when they are called, and at which count.
+
+They look at their own count in optax's state, which may not be the one of Adam.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +10,9 @@ import optax
 import pytest
 
 import jdistadam as jda
-from support.bits import assert_trees_same_bits
+from support.bits import assert_same_bits, assert_trees_same_bits
+from support.compilations import num_compilations
+from support.samples import often
 
 RATE, DECAY = optax.linear_schedule(0.5, 0.0, 100), optax.linear_schedule(0.3, 0.1, 50)
 MASK = {"w": True, "b": False}
@@ -51,3 +56,166 @@ def test_a_schedule_that_was_restarted_starts_again(options, is_kept):
         np.testing.assert_allclose(got, want, rtol=1e-6)
     counts = jax.tree.leaves((results[1][1].inner if is_kept else results[1][1])[1:])
     assert [int(x) for x in counts] == [3] * len(counts)
+
+
+def of_variable(variable):
+    return lambda count: variable["rate"]
+
+
+def of_variable_and_count(variable):
+    return lambda count: variable["rate"] / (count + 1)
+
+
+def of_table(variable):
+    return lambda count: jnp.full(3, variable["rate"])[count % 3]
+
+
+def with_branch(variable):
+    return lambda count: variable["rate"] if count < 4 else 1e-3
+
+
+def of_numpy(variable):
+    return lambda count: np.interp(count, [0, 6], [variable["rate"], 0.0])
+
+
+KINDS = (of_variable, of_variable_and_count, of_table, with_branch, of_numpy)
+PARTS = {"optax": (optax, optax.chain), "ours": (jda, jda.chain)}
+MAKERS = {
+    "rate": lambda whose, s: (jda.fused_adamw if whose == "ours" else optax.adamw)(s),
+    "decay": lambda whose, s: (jda.fused_adamw if whose == "ours" else optax.adamw)(
+        1e-2, weight_decay=s
+    ),
+    "parts": lambda whose, s: PARTS[whose][1](
+        PARTS[whose][0].scale_by_adam(),
+        PARTS[whose][0].add_decayed_weights(s),
+        PARTS[whose][0].scale_by_learning_rate(s),
+    ),
+    "MultiSteps": lambda whose, s: PARTS[whose][0].MultiSteps(MAKERS["rate"](whose, s), 1),
+    "apply_if_finite": lambda whose, s: PARTS[whose][0].apply_if_finite(
+        MAKERS["rate"](whose, s), 2
+    ),
+}
+
+
+def trained(tx, variable, method):
+    """Parameters after each of six steps outside of jit; the variable is 0 from the third on."""
+    params = {"w": jnp.linspace(0.5, 1.5, 4)}
+    state, found = tx.init(params), []
+    for i in range(6):
+        variable["rate"] = 0.3 if i < 2 else 0.0
+        grads = jax.tree.map(lambda x, i=i: jnp.sin(3 * x + i), params)
+        if method == "step":
+            params, state = tx.step(grads, state, params)
+        else:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        found.append(params["w"])
+    return jnp.stack(found)
+
+
+@pytest.mark.parametrize("method", ["step", "update"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("maker", MAKERS)
+@often(lambda maker, kind: maker == "rate" or kind is of_variable_and_count)
+def test_outside_of_jit_schedules_are_called_in_every_step(maker, kind, method):
+    """They saw the first value of a variable alone, and could not read the count, unlike optax."""
+    if maker in ("MultiSteps", "apply_if_finite") and kind in (with_branch, of_numpy):
+        return  # optax traces what it wraps
+    results = []
+    for whose in ("ours", "optax"):
+        variable = {"rate": 0.3}
+        tx = MAKERS[maker](whose, kind(variable))
+        results.append(trained(tx, variable, method if whose == "ours" else "update"))
+    # six steps of at most 0.3, each within a few roundings of numbers of order one
+    np.testing.assert_allclose(*results, rtol=0, atol=6 * 8 * 2.0**-24)
+
+
+def test_a_program_that_is_traced_later_calls_schedules_again():
+    """With the same optimizer and shapes, the second program had the first one's value."""
+    variable, params = {"rate": 0.5}, {"w": jnp.ones(3)}
+    tx = jda.fused_adamw(of_variable(variable), weight_decay=0.0)
+    state, found = tx.init(params), []
+    for rate in (0.5, 0.25):
+        variable["rate"] = rate
+        new, _ = jax.jit(lambda *args: tx.step(*args))(params, state, params)
+        found.append(float(1 - new["w"][0]))
+    np.testing.assert_allclose(found, [0.5, 0.25], rtol=1e-5)  # the first bias correction is 1e-3
+
+
+def by_division(count):
+    return (count + 1) / 7.0 / 30.0
+
+
+@pytest.mark.parametrize("schedule", [by_division, RATE, optax.cosine_decay_schedule(0.1, 9)])
+def test_schedules_have_the_same_bits_outside_of_jit(schedule):
+    """One operation at a time has others: a compiler multiplies by the inverse of a constant."""
+    params = {"w": jnp.asarray(np.random.default_rng(2).normal(size=9), jnp.float32)}
+    tx = jda.fused_adamw(schedule, weight_decay=DECAY)
+    results = []
+    for step in (tx.step, jax.jit(tx.step)):
+        now, state = params, tx.init(params)
+        for _ in range(8):
+            now, state = step(now, state, now)
+        results.append((now, state))
+    assert_trees_same_bits(*results)
+    if schedule is by_division:
+        counts, jitted = map(jnp.int32, range(8)), jax.jit(schedule)
+        assert any(schedule(x) != jitted(x) for x in counts)
+
+
+def test_new_rates_and_schedules_compile_nothing():
+    params = {"w": jnp.ones(19)}
+    state, scheduled = (jda.fused_adamw(x).init(params) for x in (1e-3, RATE))
+
+    def steps(rate):
+        jda.fused_adamw(rate, weight_decay=2 * rate).step(params, state, params)
+        jda.fused_adamw(lambda count: rate).step(params, scheduled, params)
+        jda.fused_adamw(lambda count: 1e-3 / (count + 1)).step(params, scheduled, params)
+        array = jnp.asarray(rate)
+        jda.fused_adamw(lambda count: array / (count + 1)).step(params, scheduled, params)
+
+    steps(1e-3)
+    steps(1)  # an array of another dtype
+    before = num_compilations()
+    for rate in (2e-3, 0.3, 1):
+        steps(rate)
+    assert num_compilations() == before
+
+
+def test_a_whole_number_is_a_rate():
+    """Larger than int32, too: it is an operand of the program, as a float."""
+    params = {"w": jnp.ones(3)}
+    got, want = (jda.fused_adamw(x, weight_decay=0.0) for x in (2**40, 2.0**40))
+    state = want.init(params)
+    updates = (tx.update(params, state, params)[0]["w"] for tx in (got, want))
+    assert_same_bits(*updates)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.grad, lambda f: jax.vmap(jax.grad(f))])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_schedule_may_read_what_is_differentiated_or_batched(transform, jitted):
+    params = {"w": jnp.ones(3)}
+    results = []
+    for make in (jda.fused_adamw, optax.adamw):
+
+        def moved(rate, make=make):
+            tx = make(lambda count: rate * jnp.exp(-count), eps_root=1e-8)
+            state, total = tx.init(params), 0.0
+            for _ in range(2):
+                updates, state = tx.update(params, state, params)
+                total += jnp.sum(jnp.square(updates["w"]))
+            return total
+
+        rates = jnp.asarray(0.3) if transform is jax.grad else jnp.array([0.1, 0.2, 0.3])
+        function = transform(moved)
+        results.append((jax.jit(function) if jitted else function)(rates))
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [None, "0.1", jnp.ones(2), 1j])
+def test_schedules_that_return_no_number_raise(value):
+    tx = jda.fused_adamw(lambda count: value)
+    params = {"w": jnp.ones(3)}
+    for step in (tx.step, jax.jit(tx.step)):
+        with pytest.raises(jda.HyperparameterError, match=r"^learning_rate: not one number"):
+            step(params, tx.init(params), params)

@@ -252,6 +252,27 @@ def test_updates_beside_new_params(dtype):
         assert_trees_same_bits(optax.apply_updates(params, updates), new)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float64", "int32", "uint8"])
+def test_updates_of_other_dtypes_lose_nothing(dtype):
+    """Differences of numbers that were rounded to float32 were real, or zero."""
+    with jax.enable_x64(True):
+        tx = jda.fused_adamw(1e-10 if dtype == "float64" else 3.0, weight_decay=0.0)
+        start = {"float64": 1.0, "int32": 2**27 + 1}.get(dtype, 7)
+        params = {"w": jnp.asarray(np.array([start, start, 0]).astype(dtype))}
+        grads = {"w": jnp.asarray([0.5, -2.0, 1.0])}
+        if "complex" in dtype:
+            params["w"], grads["w"] = (
+                x.astype(dtype) * (1 - 2j) for x in (params["w"], grads["w"])
+            )
+        new, _, updates = tx.step_with_updates(grads, tx.init(params), params)
+        wide = np.result_type(params["w"].dtype, np.float64)
+        want = np.asarray(new["w"]).astype(wide) - np.asarray(params["w"]).astype(wide)
+        assert np.any(want) and (np.any(want.imag) or "complex" not in dtype)
+        np.testing.assert_array_equal(np.asarray(updates["w"]), want.astype(updates["w"].dtype))
+        is_wide = dtype in ("float64", "complex128", "complex64")
+        assert updates["w"].dtype == (dtype if is_wide else jnp.float32)
+
+
 @pytest.mark.parametrize("main", [None, F32], ids=str)
 def test_shards_and_replicated_leaves_in_one_shard_map(cpu_mesh, main):
     """All leaves of a call became shards, which out_specs of the replicated ones refused."""

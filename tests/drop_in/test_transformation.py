@@ -103,3 +103,37 @@ def test_a_transformation_pickles_where_its_functions_do(protocol):
     tx.note = "kept"
     same = pickle.loads(pickle.dumps(tx, protocol))
     assert type(same) is jda.FusedTransformation and attributes(same) == attributes(tx)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_optimizers_with_other_functions_are_unequal(make, cpu_mesh):
+    """A named tuple compares init and update alone, and so did jax.jit for static arguments."""
+    tx = make(cpu_mesh)
+    same = tx._replace()
+    assert tx == same and not tx != same and hash(tx) == hash(same)
+    for name in {"init", "update", "step", "full_step"} & attributes(tx).keys():
+        other = tx._replace(**{name: print})
+        assert tx != other and not tx == other
+    assert tx != tuple(tx)
+
+
+def test_a_jitted_function_runs_the_step_of_its_own_optimizer():
+    """Flax's TrainState has its optimizer as static data."""
+    params = {"w": jnp.ones(3)}
+    tx = jda.fused_adamw(1e-2)
+    kept = tx._replace(step=lambda grads, state, params, **extra_args: (params, state))
+    apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for optimizer, is_kept in ((tx, False), (kept, True)):
+        state = jda.flax.TrainState.create(apply_fn=None, params=params, tx=optimizer)
+        new = apply(state, params)
+        assert np.array_equal(new.params["w"], params["w"]) == is_kept
+
+
+def test_every_optimizer_is_rebuilt_from_its_functions_and_attributes():
+    """MultiSteps has other arguments: a pickler that pickles functions by value failed."""
+    tx = jda.MultiSteps(jda.fused_adamw(1e-2), 2)
+    for optimizer in (tx, jda.fused_adamw(1e-2), jda.apply_if_finite(tx, 3)):
+        rebuild, arguments, *_ = optimizer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        same = rebuild(*arguments)
+        assert type(same) is type(optimizer) and same is not optimizer
+        assert same == optimizer and attributes(same) == attributes(optimizer)
