@@ -42,6 +42,7 @@ from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Schedule, phases_of_shard
 from jdistadam.distributed.shard import Shard, as_shards, is_shard, leaves_of, refuse_unmarked
+from jdistadam.distributed.step import check_not_transformed
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.kernels import copies
 
@@ -302,6 +303,8 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     del shard
 
     def whole(x: jax.Array) -> Any:
+        if config.communication.is_peer:
+            check_not_transformed("gather_params", x)
         return communication.gather_parameters(gather_phase, x, dim, to="varying")
 
     def part_of_sum(x: jax.Array) -> Any:

@@ -185,6 +185,12 @@ def check_not_transformed(function: str, tree: Any) -> None:
 
 def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
     sizes = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
+    if function == "gather_params":
+        raise PolicyError(
+            f"{function}: copies over peer memory cannot run under jax.vmap: got vmap over "
+            f"{', '.join(map(str, sizes))}, expected one layer or block at a time. "
+            'Use jax.lax.scan or jax.lax.map over the layers, or communication="xla".'
+        )
     raise PolicyError(
         f"{function}: a distributed optimizer cannot run under jax.vmap: got vmap over "
         f"{', '.join(map(str, sizes))}, expected one model, on all devices of the mesh. "

@@ -71,7 +71,8 @@ class LossFunction:
         try:
             out = self.function(params, batch, **keywords)
         except (ValueError, AssertionError, TypeError) as error:
-            if "with_sharding_constraint" not in str(error):
+            text = str(error)  # "arguments": a constraint of the wrong rank, which JAX explains
+            if "with_sharding_constraint" not in text or "constraint arguments" in text:
                 raise
             raise _constrained(params, error) from error
         names = ["(loss, weight)" if self.weighted else "loss"]

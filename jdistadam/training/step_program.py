@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
+from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.norms import names_of
 from jdistadam.distributed.state import (
     DistributedState,
@@ -22,9 +23,11 @@ from jdistadam.distributed.state import (
     find_state,
     is_distributed_state,
 )
+from jdistadam.distributed.step import check_not_transformed
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.distributed.verdict import poisoned
 from jdistadam.errors import HyperparameterError
+from jdistadam.training.checks import check_structure
 from jdistadam.training.early_updates import with_early_updates
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
 from jdistadam.training.loss import LossFunction, sum_over_devices
@@ -67,6 +70,9 @@ class StepProgram:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step."""
         tx = self.tx.bind(state.params)
+        check_options(tx.config, find_state(state.opt_state))  # traced, it was not checked before
+        check_structure(state.opt_state, tx)
+        check_not_transformed("train_step", (state, batch))  # before loss_fn is
         specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
         return over_devices(
             tx,
