@@ -74,9 +74,9 @@ def with_overlap(
         kinds = list[Any]()
 
         def in_words(*args: Any) -> Any:
-            leaves, treedef = jax.tree.flatten(step(*args))
-            kinds.extend(map(_kind_of_key, leaves))
-            return treedef.unflatten(map(_words, leaves))
+            results = step(*args)
+            kinds.extend(map(_kind_of_key, jax.tree.leaves(results)))
+            return jax.tree.map(_words, results)
 
         traced, shapes = jax.make_jaxpr(in_words, return_shape=True)(*args)
         count = len(traced.consts)  # what the loss closes over
@@ -91,9 +91,7 @@ def with_overlap(
             program_of_values, values = program(words)
             return core.jaxpr_as_fun(program_of_values)(*values)
 
-        run = _with_rules_of(
-            as_traced, lambda *words: _in_another_order(*program(words), options)
-        )
+        run = _with_rules_of(as_traced, lambda *words: _in_another_order(*program(words), options))
         results = map(_from_words, run(*map(_words, given)), kinds)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
