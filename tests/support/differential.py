@@ -332,8 +332,6 @@ class OnMesh:
         return reference.count > 0 or self.config.param_comm is None
 
     def move(self, folder, before):
-        if before.place:
-            before.state = before.state.replace(model_state=None)
         self.restore(folder, before)
         self.keep_model_state()
 
@@ -454,6 +452,8 @@ def _steps(config, trained, reference):
     params, first = reference.floats("main_params"), 0
     for one, before, steps in zip(trained, (None, *trained), STEPS, strict=False):
         if before is not None:
+            if before.place:  # moves are of the optimizer's state
+                before.state = before.state.replace(model_state=None)
             with tempfile.TemporaryDirectory() as folder:
                 one.move(folder, before)
             if before.place is None:
