@@ -233,7 +233,7 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     return [NamedSharding(mesh, P(*whole, *x.spec[member_dims:])) for x in shardings], P()
 
 
-def _into_equal_parts(x: Any) -> Sharding:
+def _into_equal_parts(x: Any) -> Any:
     """A leaf's sharding, without axes that cut a dimension unequally: a partition has one shape."""
     if not isinstance(x.sharding, NamedSharding):
         return x.sharding

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
-from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.norms import names_of
 from jdistadam.distributed.state import (
     DistributedState,
@@ -70,8 +69,7 @@ class StepProgram:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step."""
         tx = self.tx.bind(state.params)
-        check_options(tx.config, find_state(state.opt_state))  # traced, it was not checked before
-        check_structure(state.opt_state, tx)
+        check_structure(state.opt_state, tx)  # that of a traced state was not checked before
         check_not_transformed("train_step", (state, batch))  # before loss_fn is
         specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
         return over_devices(
