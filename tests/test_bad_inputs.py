@@ -100,6 +100,11 @@ def train(loss=loss_fn, batch=BATCH, state=None, tx=None, **kwargs):
     return jda.train_step(loss, tx, **kwargs)(state, batch)
 
 
+def train_in_jit(state, tx):
+    """Takes a step inside a program, where a state cannot be looked at."""
+    return jax.jit(jda.train_step(loss_fn, tx))(state, BATCH)
+
+
 def trained(*args, tx=None, **kwargs):
     """Takes a step of a new state; returns its metrics."""
     tx = tx or globals()["tx"]()
@@ -587,6 +592,8 @@ ERRORS = [
     ("a state with scales in bfloat16", lambda: train(lambda p, b: jnp.sum(p["w"]), state=coded_state(BF16), tx=coded_tx()), jda.DtypeError, r"^opt_state\.mu\.scales: .* expected float32\. Make the state with init\(params\)"),
     ("a state of other main parameters", lambda: train(state=jda.TrainState.create(cast(PARAMS, BF16), tx()), tx=make_tx(policy=policy(main_params_dtype="remainder16"))), jda.LayoutError, r"^opt_state\.layout_digest: the state of another layout: got .*main float32 instead of remainder16"),
     ("params put into a state", lambda: train(state=dataclasses.replace(create(), params=GRADS)), jda.LayoutError, r"^params\['b'\].*: differ from the main parameters, which the optimizer updates: they would be lost: .*\. Call reload_main_params"),
+    ("a state without a loss scale, in a program", lambda: train_in_jit(state(), make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
+    ("a state of a chain, in a program", lambda: train_in_jit(jda.TrainState.create(PARAMS, jda.chain(optax.scale(0.5), make_tx())), make_tx()), jda.TreeError, r"^opt_state: not the state of this optimizer: got tuple, expected DistributedState"),
     ("lower(params, batch)", lambda: jda.train_step(loss_fn, tx()).lower(PARAMS, BATCH), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
     # -- batches
     ("a batch that does not divide", lambda: train(batch=BATCH[:3]), jda.ShapeError, r"^batch: leading dimension is not divisible by the number of devices: got \(3, 4\), expected a multiple of 2\. Change the batch size"),

@@ -112,8 +112,11 @@ class MultiSteps(FusedTransformation):
             emits = is_last if ignored is None else is_last & ~ignored
             means = jax.tree.map(lambda x, grad: x.astype(grad.dtype), sums, grads)
             result = inner(means, state.inner_opt_state, params, extra_args, ~emits, norms)
-            # Zeros are written when the kernel has read the sums: no second array is needed.
-            params, sums = lax.optimization_barrier((result.params, sums))
+            # Zeros are written when the kernel has read the sums: no second array is needed. One
+            # barrier for each leaf: in a shard_map, jax 0.10 lets all results of one vary alike.
+            sums = jax.tree.map(
+                lambda x, p: lax.optimization_barrier((x, p))[0], sums, result.params
+            )
             next_n = trees.keep_if(ignored, n, optax.safe_increment(n) % k)
             new = optax.MultiStepsState(
                 mini_step=next_n.astype(n.dtype),
@@ -124,7 +127,7 @@ class MultiSteps(FusedTransformation):
                 acc_grads=jax.tree.map(lambda x: jnp.where(emits, jnp.zeros_like(x), x), sums),
                 skip_state=skip_state,
             )
-            return FullResult(params, new, result.norms)
+            return FullResult(result.params, new, result.norms)
 
         init = functools.partial(_with_placed_sums, theirs.init)
         self = super().__new__(cls, init, theirs.update, step_of(full_step))

@@ -198,6 +198,34 @@ def check_held(schedule: Schedule, params: Params, *, may_be_whole: bool = False
             )
 
 
+def check_equal_params(
+    parallel: DataParallel, schedule: Schedule, params: Params, on_a_device: Any
+) -> None:
+    """Raises MeshError if types say that params differ between devices.
+
+    A device keeps the main parameters of its shard alone, and a step replaces all others.
+
+    Args:
+      parallel: The data axes.
+      schedule: The schedule of the params.
+      params: Tree of arrays in ``jax.shard_map``, which a device holds whole or as shards.
+      on_a_device: Their shapes on one device.
+    """
+    parts = {b.leaf: b.inner_shape for b in schedule.layout.buckets if b.is_sharded_param}
+    known = zip(jax.tree.leaves(params), jax.tree.leaves(on_a_device), strict=True)
+    for i, (x, held) in enumerate(known):
+        is_part = held.shape == parts.get(i)
+        axes = parallel.replica_axes if is_part else parallel.data_axes
+        varying = [axis for axis in axes if axis in collectives.varying_axes(x)]
+        if varying and x.size:  # compat.shard_map makes zero-size ones anew
+            raise MeshError(
+                f"{schedule.layout.leaves[i].path}: may differ between devices, and a step would "
+                f"make it equal: got an array that varies over data axis {varying[0]!r}, expected "
+                "the same on all devices. Pass params as in_specs=P() gives them, before "
+                "local_params; give experts a mesh axis of their own, in param_specs."
+            )
+
+
 def check_step(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless a state has the form that a device holds."""
     check_digest_type(state.layout_digest)

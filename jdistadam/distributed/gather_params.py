@@ -9,10 +9,10 @@ they are sent. Both are exact. The widened copy exists while the loss is differe
 
 [Note: weights before the sum] The gradients of scanned layers are summed over devices inside the
 backward pass, so a device's weight must be applied there. But a backward pass can only use values
-from its forward pass, and ``loss_fn`` returns the weight at the end. ``train_step`` therefore calls
-``loss_fn`` once before, only for the weight; XLA keeps only what the weight depends on.
-``gather_params``, which ``loss_fn`` calls, finds the weight in a JAX context. The context is part
-of the keys of JAX's caches, so nothing traced with another weight is used again.
+from its forward pass, and ``loss_fn`` returns the weight at the end. ``train_step`` therefore
+traces ``loss_fn`` once before, and runs only what the weight depends on. Each ``Shard`` carries the
+weight to the ``gather_params`` that ``loss_fn`` calls, as an operand: functions with derivatives of
+their own, loops and JAX's caches must not close over a traced value.
 
 [Note: one block at a time] In an unrolled model only XLA's scheduler decides when a block's
 parameters are gathered and its gradients summed. It delays the gradients of parameters, because no
@@ -27,8 +27,6 @@ passes; a gather that waits for a recomputed block could only start with that bl
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,6 +40,7 @@ from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Schedule, phases_of_shard
 from jdistadam.distributed.shard import Shard, as_shards, is_shard, leaves_of, refuse_unmarked
+from jdistadam.distributed.step import check_not_transformed
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.kernels import copies
 
@@ -178,7 +177,7 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     """
     check_distributed(tx)
     check_inside(tx.config.parallel, "gather_params", over_data_only=True)
-    is_in_loss = _weight_in_loss.value is not None  # in train_step, which marks all shards
+    is_in_loss = _in_loss.value  # of train_step, which marks all shards
     if tx.config.parallel.shards_params and not is_in_loss:
         refuse_unmarked(tx.bound, shards)
 
@@ -223,35 +222,12 @@ def gathered_before_loss(shards: Any, tx: DistributedTransformation) -> Any:
     return tx.bound.treedef.unflatten(leaves)
 
 
-class LossWeight:
-    """The weight of one micro-batch while its loss is traced: [Note: weights before the sum].
-
-    Attributes:
-      weight: Shape (), float32; None: 1.
-      is_used: Whether a shard was gathered, so its gradient will be weighted.
-    """
-
-    def __init__(self, weight: Any) -> None:
-        self.weight: Any = weight
-        self.is_used = False
-
-
-_UNWEIGHTED = LossWeight(None)
-_weight_in_loss = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def weighting_shards(weight: Any) -> Iterator[LossWeight]:
-    """Makes ``gather_params`` multiply gradients of shards by a weight before it sums them."""
-    current = LossWeight(weight)
-    with _weight_in_loss(current):
-        yield current
-    current.weight = None  # JAX's caches keep their keys, and must not keep the traced program
+_in_loss = jax.make_user_context(False)
 
 
 def in_loss() -> Any:
     """Returns the context of a loss in ``train_step``, which marks all shards in its params."""
-    return _weight_in_loss(_weight_in_loss.value or _UNWEIGHTED)
+    return _in_loss(True)
 
 
 def remat_policy(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -289,38 +265,40 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     """Gathers one leaf, or one layer of a stacked one."""
     parallel = config.parallel
     dim = len(shard.shape) + shard.dim
-    current, weight = _weight_in_loss.value, None
-    if current is not None:
-        current.is_used, weight = True, current.weight
     size = shard.value.size * parallel.size(parallel.shard_axes)
     gather_phase, reduce_phase = phases_of_shard(
         parallel, config.policy, size, shard.dtype, config.groups_of
     )
     run = model_axes.on_each_shard(config, shard.spec)
     # JAX keeps the functions below: they must not hold the traced value.
-    dtype, held_dtype, value = shard.dtype, shard.value.dtype, shard.value
+    dtype, held_dtype, has_probe = shard.dtype, shard.value.dtype, shard.probe is not None
+    operands = shard.value, shard.weight, shard.probe
     del shard
 
     def whole(x: jax.Array) -> Any:
+        if config.communication.is_peer:
+            check_not_transformed("gather_params", x)
         return communication.gather_parameters(gather_phase, x, dim, to="varying")
 
     def part_of_sum(x: jax.Array) -> Any:
         return communication.sum_gradients([reduce_phase], x, dim)
 
     @jax.custom_vjp
-    def gather(value: jax.Array, weight: Any) -> jax.Array:
+    def gather(value: jax.Array, weight: Any, probe: Any) -> jax.Array:
         own = value.astype(dtype)  # exact: [Note: widened shards]
         # Typed as varying. Otherwise JAX would sum the gradient of every use over the devices.
         return run(whole, own)
 
-    def forward(value: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
-        return gather(value, weight), weight
+    def forward(value: jax.Array, weight: Any, probe: Any) -> tuple[jax.Array, Any]:
+        return gather(value, weight, probe), weight
 
-    def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+    def backward(weight: Any, cotangent: jax.Array) -> tuple[jax.Array, Any, Any]:
+        is_nonfinite = ~jnp.all(jnp.isfinite(cotangent)) if has_probe else None
         if weight is not None:
             cotangent = weighted(cotangent.astype(jnp.float32), weight)
         summed = run(part_of_sum, cotangent).astype(held_dtype)
-        return summed, None if weight is None else jnp.zeros_like(weight)
+        of_weight = None if weight is None else jnp.zeros_like(weight)
+        return summed, of_weight, None if is_nonfinite is None else jnp.float32(is_nonfinite)
 
     gather.defvjp(forward, backward)
-    return gather(value, weight)
+    return gather(*operands)

@@ -25,7 +25,7 @@ from jdistadam.errors import MeshError
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["value"],
+    data_fields=["value", "weight", "probe"],
     meta_fields=["dim", "ndim", "dtype", "spec"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Shard:
       ndim: The number of dimensions of one gathered array. A stack of layers has more.
       dtype: The dtype of the parameter.
       spec: How tensor axes cut those dimensions.
+      weight: Only while ``train_step`` differentiates a loss with weights: this device's weight, by
+        which ``gather_params`` multiplies gradients before it sums them; one for each layer.
+      probe: Only with ``report_nonfinite``: a zero for each layer. Its gradient is the number of
+        this device's gradients with a non-finite value, which their sum over devices does not tell.
     """
 
     value: Any
@@ -51,6 +55,8 @@ class Shard:
     ndim: int
     dtype: Any
     spec: P
+    weight: Any = None
+    probe: Any = None
 
     @classmethod
     def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P) -> Shard:
@@ -92,6 +98,20 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
     setattr(Shard, f"__r{_name}__", Shard.__jax_array__)
 for _name in ("neg", "getitem"):
     setattr(Shard, f"__{_name}__", Shard.__jax_array__)
+
+
+def with_notes(params: Params, weight: Any, has_probe: bool) -> Any:
+    """Params whose shards have this weight, unless it is None, and a probe, if wanted."""
+
+    def one(x: Any) -> Any:
+        if not is_shard(x):
+            return x
+        layers = x.shape[: len(x.shape) - x.ndim]
+        of_weight = None if weight is None else jnp.broadcast_to(weight, layers)
+        probe = jnp.zeros(layers, jnp.float32) if has_probe else None
+        return dataclasses.replace(x, weight=of_weight, probe=probe)
+
+    return jax.tree.map(one, params, is_leaf=is_shard)
 
 
 def is_shard(x: Any) -> bool:

@@ -180,11 +180,19 @@ def check_not_transformed(function: str, tree: Any) -> None:
     Inside a jit such an array looks like any other, but JAX calls the rule of a primitive. Its
     results are unused, so the compiled program does not contain it.
     """
-    _passed_p.bind(*jax.tree.leaves(tree), function=function)
+    # JAX takes a key for used that is passed to a primitive it does not know.
+    leaves = (x for x in jax.tree.leaves(tree) if not trees.is_key(x))
+    _passed_p.bind(*leaves, function=function)
 
 
 def _batched(leaves: Any, dims: Any, *, function: str) -> Any:
     sizes = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
+    if function == "gather_params":
+        raise PolicyError(
+            f"{function}: copies over peer memory cannot run under jax.vmap: got vmap over "
+            f"{', '.join(map(str, sizes))}, expected one layer or block at a time. "
+            'Use jax.lax.scan or jax.lax.map over the layers, or communication="xla".'
+        )
     raise PolicyError(
         f"{function}: a distributed optimizer cannot run under jax.vmap: got vmap over "
         f"{', '.join(map(str, sizes))}, expected one model, on all devices of the mesh. "

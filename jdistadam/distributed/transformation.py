@@ -13,7 +13,12 @@ from jdistadam.core import collectives, trees
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed import host_memory, model_axes, shard
 from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.checks import check_alive, check_held, check_layout_of
+from jdistadam.distributed.checks import (
+    check_alive,
+    check_equal_params,
+    check_held,
+    check_layout_of,
+)
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import over_axes
@@ -63,7 +68,10 @@ class DistributedTransformation(FusedTransformation):
             trees.check_dtypes(params, name="params")
             if not collectives.unbound(config.parallel.shard_axes):
                 params = shard.as_shards(params)
-                return functions.init(self.schedule("init", params), params)
+                schedule = self.schedule("init", params)
+                held = model_axes.on_a_device(config, params)
+                check_equal_params(config.parallel, schedule, params, held)
+                return functions.init(schedule, params)
             trees.refuse_shapes(params, name="params")
             whole = config.tensor_local(params)
             schedule, bound = config.schedule(whole), self.bound

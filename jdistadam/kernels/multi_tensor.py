@@ -145,7 +145,8 @@ def _sum(spec: _SumSpec, inputs: Sequence[Any]) -> list[jax.Array]:
     }
 
     def compiled(*arrays: Any) -> list[jax.Array]:
-        return list(jax.ffi.ffi_call("jdistadam_sum", results)(*arrays, **attributes))
+        call = jax.ffi.ffi_call("jdistadam_sum", results, vmap_method="sequential")
+        return list(call(*arrays, **attributes))
 
     return native.choose(compiled, functools.partial(_sum_fallback, spec))(*inputs)
 

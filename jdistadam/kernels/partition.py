@@ -214,7 +214,7 @@ def _grows(kind: Arrays, moment_shardings: Sequence[Sharding]) -> bool:
         return math.prod(sharding.shard_shape(x.shape))
 
     pairs = zip(kind, moment_shardings, strict=False)
-    return any(size(x, of_moment) < size(x, x.sharding) for x, of_moment in pairs)
+    return any(size(x, of_moment) < size(x, _into_equal_parts(x)) for x, of_moment in pairs)
 
 
 def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[Sharding], P]:
@@ -223,7 +223,7 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     A device needs the coefficients of its own members. If leaves disagree about those, every device
     takes all members.
     """
-    shardings = [x.sharding for x in mu]
+    shardings = list(map(_into_equal_parts, mu))
     if not member_dims:
         return shardings, P()
     whole = (None,) * member_dims
@@ -231,6 +231,18 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     if len(members) == 1:
         return shardings, P(*members.pop())
     return [NamedSharding(mesh, P(*whole, *x.spec[member_dims:])) for x in shardings], P()
+
+
+def _into_equal_parts(x: Any) -> Any:
+    """A leaf's sharding, without axes that cut a dimension unequally: a partition has one shape."""
+    if not isinstance(x.sharding, NamedSharding):
+        return x.sharding
+    of_dims, sizes = dim_axes(x.sharding, len(x.shape)), x.sharding.mesh.shape
+    if divides(x.shape, of_dims, sizes):
+        return x.sharding
+    pairs = zip(x.shape, of_dims, strict=True)
+    equal = [axes if divides((n,), [axes], sizes) else None for n, axes in pairs]
+    return NamedSharding(x.sharding.mesh, P(*(axes or None for axes in equal)))
 
 
 def _sharding_rule(spec: Spec, kinds: Kinds, *, with_squares: bool) -> SdyShardingRule:

@@ -9,6 +9,8 @@ import jax
 
 from jdistadam.core import trees
 from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed.checks import check_options
+from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import TreeError
 
@@ -35,6 +37,7 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
 
 def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
     """Raises TreeError unless a state has the parts of its optimizer, such as those of a chain."""
+    check_options(tx.config, find_state(opt_state))
     specs = tx.state_specs()
     if _has_structure(specs, opt_state):
         return

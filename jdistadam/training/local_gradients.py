@@ -24,13 +24,12 @@ from jdistadam.distributed.gather_params import (
     gathered_before_loss,
     in_loss,
     local_params,
-    weighting_shards,
 )
-from jdistadam.distributed.shard import is_shard, leaves_of
+from jdistadam.distributed.shard import is_shard, leaves_of, with_notes
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
 from jdistadam.training.loss import LossFunction, LossOutput, leaves_not_finite, refuse_summed_loss
-from jdistadam.training.traced_gradients import with_order
+from jdistadam.training.traced_gradients import with_order, without_effects
 from jdistadam.training.train_state import TrainState
 
 
@@ -156,30 +155,33 @@ class _Gradient:
     ) -> _MicroBatch:
         """Differentiates micro-batch ``i``."""
         params, config = self.forward.params, self.forward.tx.config
-        output = self.forward.output(i, batch, model_state)
+        output, weight = self.forward.output(i, batch, model_state), None
+        if self.forward.loss_fn.weighted and any(map(is_shard, leaves_of(params))):
+            # [Note: weights before the sum]
+            weight = without_effects(lambda params: output(params).weight, params)
 
         def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
             out = output(params)
             return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out
 
-        differentiate = jax.value_and_grad(loss_and_output, has_aux=True)
-        is_weighted_in_gather, order = False, tuple[int, ...]()
-        if self.forward.loss_fn.weighted and any(map(is_shard, leaves_of(params))):
-            weight = output(params).weight  # [Note: weights before the sum]
-            with weighting_shards(weight) as shards:
-                (_, out), grads = differentiate(params)
-            out, is_weighted_in_gather = out._replace(weight=weight), shards.is_used
-        elif (config.updates_early or config.communication.is_peer) and not is_in_loop:
-            ((_, out), grads), order = with_order(differentiate, params)
+        def differentiate(params: Params) -> tuple[Any, Grads]:
+            noted = with_notes(params, weight, self.report_nonfinite)
+            (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(noted)
+            not_finite = leaves_not_finite(grads) if self.report_nonfinite else None
+            return (out, not_finite), with_notes(grads, None, has_probe=False)
+
+        is_ordered = config.updates_early or config.communication.is_peer
+        order = tuple[int, ...]()
+        if is_ordered and weight is None and not is_in_loop:
+            ((out, not_finite), grads), order = with_order(differentiate, params)
         else:
-            (_, out), grads = differentiate(params)
-        return _MicroBatch(
-            out._replace(model_state=_like(model_state, out.model_state)),
-            grads,
-            leaves_not_finite(grads) if self.report_nonfinite else None,
-            is_weighted_in_gather,
-            order,
-        )
+            (out, not_finite), grads = differentiate(params)
+        out = out if weight is None else out._replace(weight=weight)
+        if not_finite is not None and out.weight is not None:
+            not_finite &= out.weight != 0  # such a micro-batch does not count
+        new_state = _like(model_state, out.model_state)
+        out = out._replace(model_state=new_state)
+        return _MicroBatch(out, grads, not_finite, weight is not None, order)
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
         """Adds the gradients of a micro-batch with its weight."""

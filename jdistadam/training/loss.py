@@ -22,6 +22,7 @@ from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
+from jdistadam.distributed.shard import is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, NonfiniteError, PolicyError, ShapeError, TreeError
 
@@ -71,7 +72,8 @@ class LossFunction:
         try:
             out = self.function(params, batch, **keywords)
         except (ValueError, AssertionError, TypeError) as error:
-            if "with_sharding_constraint" not in str(error):
+            text = str(error)  # "arguments": a constraint of the wrong rank, which JAX explains
+            if "with_sharding_constraint" not in text or "constraint arguments" in text:
                 raise
             raise _constrained(params, error) from error
         names = ["(loss, weight)" if self.weighted else "loss"]
@@ -155,7 +157,7 @@ def _without_padding(weight: jax.Array, old: Any, new: Any) -> Any:
     """
 
     def one(a: Any, b: Any) -> Any:
-        is_float = jnp.issubdtype(jax.typeof(b).dtype, jnp.inexact)
+        is_float = jnp.issubdtype(a.dtype, jnp.inexact)  # of the state: the loss may set an integer
         return trees.keep_if(weight == 0, a, b) if is_float else b
 
     return jax.tree.map(one, old, new)
@@ -252,8 +254,14 @@ def _summed_over(jaxpr: Any, result: int) -> tuple[str, ...]:
 
 
 def leaves_not_finite(grads: Grads) -> jax.Array:
-    """Whether each leaf has a non-finite value; shape (leaves,), bool."""
-    found = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
+    """Whether each leaf has a non-finite value on this device; shape (leaves,), bool."""
+
+    def one(x: Any) -> jax.Array:
+        if is_shard(x) and x.probe is not None:  # before the sum over devices
+            return jnp.any(x.probe > 0)
+        return ~jnp.all(jnp.isfinite(x.value if is_shard(x) else x))
+
+    found = list(map(one, leaves_of(grads)))
     return jnp.stack(found) if found else jnp.zeros((0,), jnp.bool_)
 
 
@@ -261,10 +269,11 @@ def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
     """Counts, for each leaf, the devices whose own gradient is non-finite; inside shard_map.
 
     Costs one more read of the gradients and one all-reduce of four bytes per leaf. ``train_step``
-    calls it with ``report_nonfinite=True``.
+    counts in this way with ``report_nonfinite=True``.
 
     Args:
-      grads: Tree of local gradients, before the reduction.
+      grads: Tree of local gradients, before the reduction. One that ``gather_params`` summed counts
+        once for all devices of the sum, because it does not tell which of them it was.
       tx: A distributed optimizer.
 
     Returns:
@@ -273,7 +282,12 @@ def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
     check_distributed(tx)
     check_inside(tx.config.parallel, "count_nonfinite", over_data_only=True)
     trees.check_arrays(grads, name="grads")
-    return sum_over_devices(leaves_not_finite(grads), tx)
+    axes, found = tx.config.parallel.shard_axes, leaves_not_finite(grads)
+    is_sum = np.asarray([is_shard(x) for x in leaves_of(grads)], np.bool_)
+    if is_sum.any():
+        anywhere = collectives.all_reduce_max(found.astype(jnp.int32), axes) > 0
+        found = jnp.where(is_sum, anywhere & (collectives.axis_index(axes) == 0), found)
+    return sum_over_devices(found, tx)
 
 
 def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Array:

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from jdistadam.core import trees
 from jdistadam.kernels import copies, parts
 from jdistadam.kernels.adam import UPDATES
 from jdistadam.training.early_updates import PRODUCTS, contains, has_effects, inlined, variables
@@ -70,23 +71,48 @@ def with_overlap(
     options = _Options(saves_memory, unrolls)
 
     def overlapped(*args: Any) -> Any:
-        traced, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        kinds = list[Any]()
+
+        def in_words(*args: Any) -> Any:
+            results = step(*args)
+            kinds.extend(map(_kind_of_key, jax.tree.leaves(results)))
+            return jax.tree.map(_words, results)
+
+        traced, shapes = jax.make_jaxpr(in_words, return_shape=True)(*args)
         count = len(traced.consts)  # what the loss closes over
+        given = [*traced.consts, *jax.tree.leaves(args)]
+        kinds_given = list(map(_kind_of_key, given))
 
-        def program(values: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-            return core.ClosedJaxpr(traced.jaxpr, values[:count]), list(values[count:])
+        def program(words: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+            values = list(map(_from_words, words, kinds_given))
+            return core.ClosedJaxpr(traced.jaxpr, values[:count]), values[count:]
 
-        def as_traced(*values: Any) -> list[Any]:
-            program_of_values, given = program(values)
-            return core.jaxpr_as_fun(program_of_values)(*given)
+        def as_traced(*words: Any) -> list[Any]:
+            program_of_values, values = program(words)
+            return core.jaxpr_as_fun(program_of_values)(*values)
 
-        run = _with_rules_of(
-            as_traced, lambda *values: _in_another_order(*program(values), options)
-        )
-        results = run(*traced.consts, *jax.tree.leaves(args))
+        run = _with_rules_of(as_traced, lambda *words: _in_another_order(*program(words), options))
+        results = map(_from_words, run(*map(_words, given)), kinds)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return overlapped
+
+
+# Keys enter and leave a function with rules of its own as their words: `jax_debug_key_reuse` takes
+# keys for used that pass through one.
+
+
+def _kind_of_key(x: Any) -> Any:
+    """The implementation of a random key; None for other arrays."""
+    return jax.random.key_impl(x) if trees.is_key(x) else None
+
+
+def _words(x: Any) -> Any:
+    return jax.random.key_data(x) if trees.is_key(x) else x
+
+
+def _from_words(x: Any, kind: Any) -> Any:
+    return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
 
 
 def _with_rules_of(step: Callable[..., list[Any]], ordered: Callable[..., list[Any]]) -> Any:

@@ -22,9 +22,11 @@ from jdistadam.distributed.state import (
     find_state,
     is_distributed_state,
 )
+from jdistadam.distributed.step import check_not_transformed
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.distributed.verdict import poisoned
 from jdistadam.errors import HyperparameterError
+from jdistadam.training.checks import check_structure
 from jdistadam.training.early_updates import with_early_updates
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
 from jdistadam.training.loss import LossFunction, sum_over_devices
@@ -67,6 +69,8 @@ class StepProgram:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step."""
         tx = self.tx.bind(state.params)
+        check_structure(state.opt_state, tx)  # that of a traced state was not checked before
+        check_not_transformed("train_step", (state, batch))  # before loss_fn is
         specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
         return over_devices(
             tx,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 from jdistadam.core.trees import Params
 
@@ -46,6 +47,38 @@ def _ranks(jaxpr: Any) -> list[tuple[int, ...]]:
             inner = _ranks(getattr(nested, "jaxpr", nested))
         found |= {v: (i, *rank) for v, rank in zip(eqn.outvars, inner, strict=True)}
     return [() if isinstance(v, core.Literal) else found.get(v, ()) for v in jaxpr.outvars]
+
+
+def without_effects(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns ``function(*args)``, an array, and runs nothing that it does not depend on.
+
+    Callbacks and prints that do not make it are left out, also those in loops.
+    """
+    traced = jax.make_jaxpr(function)(*args)
+    jaxpr, is_used = partial_eval.dce_jaxpr(_results_alone(traced.jaxpr), [True])
+    used = (x for x, is_ in zip(jax.tree.leaves(args), is_used, strict=True) if is_)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, traced.consts))(*used)[0]
+
+
+def _results_alone(jaxpr: Any) -> Any:
+    """A jaxpr, and those in it, without effects and what is made for them alone."""
+
+    def nested(x: Any) -> Any:
+        if isinstance(x, tuple | list):
+            is_any = any(isinstance(y, core.ClosedJaxpr | core.Jaxpr) for y in x)
+            return type(x)(map(nested, x)) if is_any else x
+        if isinstance(x, core.ClosedJaxpr):
+            return core.ClosedJaxpr(_results_alone(x.jaxpr), x.consts)
+        return _results_alone(x) if isinstance(x, core.Jaxpr) else x
+
+    needed, eqns = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, list[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        if needed.isdisjoint(eqn.outvars):
+            continue
+        params = {name: nested(x) for name, x in eqn.params.items()}
+        eqns.append(eqn.replace(params=params, effects=core.no_effects))
+        needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+    return jaxpr.replace(eqns=eqns[::-1], effects=core.no_effects)
 
 
 def evaluate(

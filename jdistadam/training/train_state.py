@@ -19,7 +19,6 @@ from jdistadam.distributed.average import is_average, with_new_ema
 from jdistadam.distributed.checks import (
     check_alive,
     check_layout_of,
-    check_options,
     check_placement,
 )
 from jdistadam.distributed.main_params import paths_that_differ, with_main_params
@@ -370,7 +369,6 @@ def checked(
       The state, and the digest of its layout.
     """
     check_placement(tx.config, optimizer_state)
-    check_options(tx.config, optimizer_state)
     check_structure(state.opt_state, tx)
     check_layout(state, tx)
     digest = tx.config.layout_digest(tx.layout(state.params)).tobytes()

@@ -272,12 +272,13 @@ def train_step(
     with loss :math:`\ell_i` and weight :math:`w_i` of micro-batch :math:`i`. :math:`w_i = 1` unless
     ``weighted``; use it if parts of the batch hold different numbers of valid tokens. Weights are
     constants in the differentiation. A micro-batch of weight zero does not count, even if its loss
-    or gradients are non-finite, and changes no floats of the model state. If all weights are zero,
-    the loss is 0 and the step changes only ``rng`` and ``grad_norm``, like a skipped one. A weight
-    that is NaN or negative makes the loss and the gradients NaN. Gradients of scanned layers are
-    weighted in the backward pass, before they are summed, so the weight is computed beforehand. The
-    operations of ``loss_fn`` on which it depends run twice, which costs little if it depends only
-    on the batch.
+    or gradients are non-finite: it changes no floats of the model state, and is not reported. If
+    all weights are zero, the loss is 0 and the step changes only ``rng`` and ``grad_norm``, like a
+    skipped one. A weight that is NaN or negative makes the loss and the gradients NaN. Gradients of
+    scanned layers are weighted in the backward pass, before they are summed, so the weight is
+    computed beforehand. The operations of ``loss_fn`` on which it depends run twice, which costs
+    little if it depends only on the batch. Callbacks and prints run once, unless the weight depends
+    on their results.
 
     With a ``loss_scale``, a step is skipped if a gradient is non-finite; with a ``norm_guard``, if
     the norm exceeds its limits. A skipped step leaves params, main parameters, mu, nu, count,

@@ -260,6 +260,32 @@ def test_sums_are_sharded_like_params_from_the_start(init, axis_type):
     assert_trees_same_bits((params, state), want)
 
 
+def test_shards_and_replicated_leaves_in_one_shard_map(cpu_mesh):
+    """A barrier of jax 0.10 made all leaves vary like shards, which out_specs refused."""
+    tx, theirs = (make(optimizer, 2) for make, optimizer in (
+        (jda.MultiSteps, jda.fused_adamw(**HYPER)), (optax.MultiSteps, optax.adamw(**HYPER))
+    ))  # fmt: skip
+    mesh, params = cpu_mesh(4), {"cut": jnp.ones((8, 3)), "whole": jnp.arange(4.0)}
+
+    def spec(path, _):
+        return P("data") if "['cut']" in jax.tree_util.keystr(path) else P()
+
+    state, want, their_state = tx.init(params), params, theirs.init(params)
+    specs = jax.tree_util.tree_map_with_path(spec, (params, state))
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    placed, state = jax.tree.map(place, (params, state), specs)
+    step = jax.shard_map(
+        lambda params, state: tx.step(params, state, params),
+        mesh=mesh, in_specs=specs, out_specs=specs,
+    )  # fmt: skip
+    for _ in range(2):
+        placed, state = jax.jit(step)(placed, state)
+        updates, their_state = theirs.update(want, their_state, want)
+        want = optax.apply_updates(want, updates)
+    for got, expected in zip(*map(jax.tree.leaves, (placed, want)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_flax_and_nnx_call_the_step():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = jda.flax.Optimizer(model, jda.MultiSteps(jda.fused_adamw(0.1), 2), wrt=nnx.Param)

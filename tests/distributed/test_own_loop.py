@@ -156,6 +156,54 @@ def test_reduced_gradients_raise(cpu_mesh, where):
         jax.jit(own)(params, state, jda.shard_batch(np.ones((2, 1), np.float32), tx))
 
 
+@pytest.mark.parametrize("sharding_strategy", ["optim", "optim_grads_params"])
+def test_params_that_differ_along_a_data_axis_raise(cpu_mesh, sharding_strategy):
+    """A step would make experts equal; shards, which differ too, and equal params are taken."""
+    params = {"experts": jnp.arange(4.0), "w": jnp.ones((128, 128))}
+    tx = make_tx(cpu_mesh(4), mask=None, sharding_strategy=sharding_strategy)
+    opt = tx.bind(params)
+
+    def state_of(specs, opt):
+        init = jax.shard_map(
+            opt.init, mesh=tx.config.mesh, in_specs=(specs,), out_specs=tx.state_specs()
+        )
+        place = lambda x, spec: jax.device_put(x, jax.NamedSharding(tx.config.mesh, spec))  # noqa: E731
+        return jax.jit(init)(jax.tree.map(place, params, specs))
+
+    specs = opt.param_specs(params)
+    assert_trees_same_bits(state_of(specs, opt), tx.init(params))
+    apart = specs | {"experts": P("data")}
+    opt = tx.bind(params | {"experts": jnp.ones(1)})
+    message = r"^params\['experts'\]: may differ between devices, .* data axis 'data', expected"
+    with pytest.raises(jda.MeshError, match=message):
+        state_of(apart, opt)
+
+
+def test_a_gradient_that_was_summed_counts_once(cpu_mesh):
+    """Whichever device's part of the sum is not finite; others count each device of theirs."""
+    params = {"b": jnp.ones(3), "w": jnp.ones((128, 128))}
+    tx = make_tx(cpu_mesh(4), mask=None, sharding_strategy="optim_grads_params")
+    opt = tx.bind(params)
+
+    def count(params, x):
+        def loss(params):
+            whole = jda.gather_params(params, opt)
+            return jnp.sum(whole["w"] * x[0]) + jnp.sum(whole["b"]) * x[0, 0, 0]
+
+        return jda.count_nonfinite(jax.grad(loss)(jda.local_params(params, opt)), opt)
+
+    x = np.ones((4, 128, 128), np.float32)
+    x[1:3, 0, 0] = np.inf
+    for check_vma in (True, False):
+        specs = (tx.param_specs(params), P("data"))
+        counts = jax.shard_map(
+            count, mesh=tx.config.mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
+        )
+        placed = jax.device_put(params, tx.param_shardings(params))
+        got = jax.jit(counts)(placed, jda.shard_batch(x, tx))
+        assert jda.nonfinite_paths(got, params) == {"params['b']": 2, "params['w']": 1}
+
+
 def test_outside_of_a_shard_map_every_piece_says_so(cpu_mesh):
     tx = make_tx(cpu_mesh(2), mask=None)
     params = {"w": jnp.ones(3)}

@@ -6,6 +6,7 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.errors import PolicyError
+from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
 
 
@@ -66,3 +67,55 @@ def test_constants_of_a_derivative_are_stepped(made):
 
     batch = jda.shard_batch(jnp.ones((8, 8)), tx)
     assert jax.jvp(loss, (batch,), (batch,))[1] != 0
+
+
+SUMS = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
+
+
+def scanning(cpu_mesh, communication, over_layers):
+    """A step of two layers, which ``over_layers(function, layers)`` gathers; and its state."""
+    tx = distributed_adamw(
+        1e-2,
+        mesh=cpu_mesh(4),
+        sharding_strategy="optim_grads_params",
+        layers=lambda path: "scan",
+        policy=SUMS,
+        communication=communication,
+    )
+
+    def loss(params, x):
+        whole = over_layers(lambda layer: jda.gather_params(layer, tx), params)
+        return jnp.mean(jnp.tanh(x @ whole["w"][0] @ whole["w"][1]))
+
+    params = {"w": jax.random.normal(jax.random.key(1), (2, 128, 128)) / 8}
+    return jda.train_step(loss, tx), jda.TrainState.create(params, tx)
+
+
+def by_vmap(function, layers):
+    return jax.vmap(function)(layers)
+
+
+def by_map(function, layers):
+    return jax.lax.map(function, layers)
+
+
+def test_layers_gathered_by_vmap_have_the_bits_of_a_loop(cpu_mesh):
+    """Gradients summed in float32, too: the kernel that adds them had no rule for vmap."""
+    x, made = jax.random.normal(jax.random.key(0), (8, 128)), []
+    for over_layers in (by_vmap, by_map):
+        step, state = scanning(cpu_mesh, "xla", over_layers)
+        made.append(jax.device_get(step(state, x)))
+    assert_trees_same_bits(*made)
+
+
+def test_copies_under_vmap_raise(cpu_mesh):
+    step, state = scanning(cpu_mesh, "peer", by_vmap)
+    with pytest.raises(PolicyError, match=r"^gather_params: copies over .* jax.vmap: got vmap ov"):
+        step(state, jnp.ones((8, 128)))
+
+
+@pytest.mark.parametrize("communication", ["xla", "peer"])
+def test_vmap_of_a_step_that_gathers_layers_raises(cpu_mesh, communication):
+    step, state = scanning(cpu_mesh, communication, by_map)
+    with pytest.raises(PolicyError, match=r"^train_step: a distributed optimizer cannot run under"):
+        jax.vmap(step, in_axes=(None, 0))(state, jnp.ones((3, 8, 128)))

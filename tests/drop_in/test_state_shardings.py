@@ -94,6 +94,24 @@ def test_sharded_state_has_the_bits_of_one_device_and_stays_where_it_is(dtype, e
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("which", ["params", "state", "both"])
+def test_arrays_cut_unequally_within_a_program_have_the_same_bits(which):
+    """A constraint may cut 5 rows over 8 devices; XLA's partitioner ended with an internal error."""
+    mesh, params, tx = make_mesh(), first_params(), jda.fused_adamw(**HYPER)
+    cut = NamedSharding(mesh, P("data"))
+
+    def constrained(tree):
+        cut_one = lambda x: jax.lax.with_sharding_constraint(x, cut) if x.ndim else x  # noqa: E731
+        return jax.tree.map(cut_one, tree)
+
+    def step(grads, state, params):
+        state = state if which == "params" else constrained(state)
+        return tx.step(grads, state, params if which == "state" else constrained(params))
+
+    given = params, tx.init(params), params
+    assert_trees_same_bits(jax.jit(step)(*given), jax.jit(tx.step)(*given))
+
+
 def test_new_params_are_gathered_beside_other_calls_with_the_same_bits(monkeypatch):
     """Only a sharded state and whole params have several calls."""
     monkeypatch.setattr(partition, "_BYTES_A_CALL", 4 * 64 * 8)

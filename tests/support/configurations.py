@@ -213,6 +213,14 @@ class Config(_Choices):
         return None if self.norm_guard is None else limit
 
     @property
+    def reports(self):
+        """Whether steps report non-finite gradients and keep a model state.
+
+        It has no value of its own in CONFIG, so that seeds keep their configurations.
+        """
+        return self.schedule
+
+    @property
     def arrays(self):
         """The names of what a state has for each element."""
         names = ("main_params", "mu", "nu")

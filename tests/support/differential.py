@@ -190,10 +190,33 @@ def _before(chain):
     }[chain]()
 
 
+MODEL_STATE = np.float32(0.5)
+
+
+def next_model_state(old, batch):
+    """The mean of what devices count in their last micro-batches of a weight above zero."""
+    weights = np.ones(batch.grads["matrix"].shape[:2]) if batch.weights is None else batch.weights
+    counted = [old] * len(weights)
+    for device, micro in np.argwhere(weights > 0):
+        counted[device] = np.sum(batch.grads["matrix"][device, micro] > 0)
+    return np.mean(counted)
+
+
+def nonfinite_devices(batch):
+    """For each leaf, how many devices have a non-finite gradient in a micro-batch that counts."""
+
+    def one(x):
+        found = ~np.isfinite(x).all(axis=tuple(range(2, x.ndim)))
+        return np.sum((found if batch.weights is None else found & (batch.weights > 0)).any(1))
+
+    return np.asarray(jax.tree.leaves(jax.tree.map(one, batch.grads)))
+
+
 def make_loss(place, tx):
     """A loss whose gradient is the batch, and which reports its params.
 
-    Early updates run between products, such as those of matrices.
+    Early updates run between products, such as those of matrices. The float of a model state
+    becomes an integer.
     """
 
     def product(p, x):
@@ -221,9 +244,11 @@ def make_loss(place, tx):
             loss, seen["layers"] = jax.lax.scan(body, loss, scanned)
         return loss, seen
 
-    def loss_fn(params, batch):
-        loss, seen = loss_of(dict(params), dict(jax.tree.map(lambda x: x[0], batch.grads)))
-        return loss if batch.weights is None else (loss, batch.weights[0]), seen
+    def loss_fn(params, batch, model_state=None):
+        x = jax.tree.map(lambda x: x[0], batch.grads)
+        loss, seen = loss_of(dict(params), dict(x))
+        new = () if model_state is None else (jnp.sum(x["matrix"] > 0),)
+        return loss if batch.weights is None else (loss, batch.weights[0]), *new, seen
 
     return loss_fn
 
@@ -264,16 +289,23 @@ class OnMesh:
             accumulate_steps=config.micro,
             has_aux=True,
             weighted=config.weighted,
+            report_nonfinite=config.reports,
             **kwargs,
         )
         self.shapes = jda.TrainState.shapes(params, self.tx, param_dtypes=dtypes)
 
     def create(self, params):
         self.state = jda.TrainState.create(params, self.tx, param_dtypes=self.dtypes)
+        self.keep_model_state()
+
+    def keep_model_state(self):
+        if self.config.reports:
+            self.state = self.state.replace(model_state=jnp.asarray(MODEL_STATE))
 
     def step(self, batch, reference):
         """Takes a step, as the reference does; returns the metrics."""
         rows = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), batch)
+        model_state, count = jax.device_get(self.state.model_state), reference.count
         self.state, metrics = self.train_step(self.state, rows)
         metrics = jax.device_get(metrics)
         seen = metrics.pop("aux")
@@ -282,6 +314,11 @@ class OnMesh:
             want = jax.tree.map(repeat, reference.params(), seen)
             assert_trees_same_bits(seen, want, "what the loss got")
         want = reference.step(self.place, batch)
+        if self.config.reports:
+            np.testing.assert_array_equal(metrics.pop("nonfinite"), nonfinite_devices(batch))
+            is_taken = reference.count > count
+            new = next_model_state(model_state, batch) if is_taken else model_state
+            np.testing.assert_allclose(self.state.model_state, new, rtol=1e-6)
         assert metrics.keys() == want.keys() | {"loss"}
         for name, x in want.items():
             if "_norm" in name and (name != "grad_norm" or self.config.data == "any"):
@@ -295,6 +332,10 @@ class OnMesh:
         return reference.count > 0 or self.config.param_comm is None
 
     def move(self, folder, before):
+        self.restore(folder, before)
+        self.keep_model_state()
+
+    def restore(self, folder, before):
         if self.config.move == "converted":
             main, opt_state, extra = jda.to_optax_state(before.state, before.tx)
             self.state = jda.from_optax_state(
@@ -411,6 +452,8 @@ def _steps(config, trained, reference):
     params, first = reference.floats("main_params"), 0
     for one, before, steps in zip(trained, (None, *trained), STEPS, strict=False):
         if before is not None:
+            if before.place:  # moves are of the optimizer's state
+                before.state = before.state.replace(model_state=None)
             with tempfile.TemporaryDirectory() as folder:
                 one.move(folder, before)
             if before.place is None:

@@ -275,3 +275,9 @@ def test_constraints_over_the_data_axis_raise_with_the_path():
         trained(boxed, loss)
     with jax.set_mesh(mesh), pytest.raises(jda.PolicyError, match=message.format("")):
         trained(plain, constrained)
+    by_rank = lambda p, x: jnp.mean(  # noqa: E731
+        jax.lax.with_sharding_constraint(x @ p["kernel"], P(None, None, None))
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="values of rank at least 3") as found:
+        trained(plain, by_rank)
+    assert not isinstance(found.value, jda.PolicyError)

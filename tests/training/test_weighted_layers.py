@@ -186,3 +186,129 @@ def test_computing_the_weight_first_adds_no_operations(h200s, accumulate_steps):
             text.count("__cublas")
         ]
     assert programs[True] == programs[False] and programs[True][0] and any(programs[True][2:])
+
+
+OF_LAYERS = {
+    "no_shard": dict(sharding_strategy="no_shard"),
+    "gathered once": dict(sharding_strategy="optim_grads_params"),
+    "scan": dict(sharding_strategy="optim_grads_params", layers=lambda path: "scan"),
+    "block": dict(sharding_strategy="optim_grads_params", layers=lambda path: "block"),
+    "scan, peer": dict(
+        sharding_strategy="optim_grads_params", layers=lambda path: "scan", communication="peer"
+    ),
+}
+
+
+def linear_loss_of(kind, tx):
+    """A loss whose gradient is the batch, and which counts its calls, whatever their weights."""
+
+    def body(total, both):
+        layer, x = both
+        return total + jnp.sum(jda.gather_params(layer, tx)["w"][None] * x), None
+
+    def loss(params, batch, model_state):
+        x, zero = jnp.swapaxes(batch["x"], 0, 1), jnp.float32(0)
+        if kind.startswith("scan"):
+            total, _ = jax.lax.scan(body, zero, (params, x))
+        else:
+            whole = jda.gather_params(params, tx)
+            total = jnp.sum(whole["w"][:, None] * x)
+        new = {"mean": jnp.int32(7), "calls": model_state["calls"] + 1}
+        return (total, jnp.sum(batch["weight"])), new
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", OF_LAYERS)
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@often(lambda kind, accumulate_steps: accumulate_steps == 2 or kind == "scan")
+def test_a_report_counts_devices_and_nothing_of_weight_zero(cpu_mesh, kind, accumulate_steps):
+    """Own gradients of devices, also where they are summed in the backward pass.
+
+    What devices of weight zero make of the model state does not count either; counters go on.
+    """
+    tx, devices = make_tx(cpu_mesh(4), **OF_LAYERS[kind]), 4
+    rng = np.random.default_rng(2)
+    rows = devices * accumulate_steps
+    x = rng.normal(size=(rows, 2, 128, 128)).astype(np.float32)
+    params = {"w": rng.normal(size=x.shape[1:]).astype(np.float32)}
+    step = jda.train_step(
+        linear_loss_of(kind, tx),
+        tx,
+        weighted=True,
+        report_nonfinite=True,
+        accumulate_steps=accumulate_steps,
+    )
+    for bad in ([], [1], [1, 3]):
+        weight = np.ones(rows, np.float32)
+        weight[: rows // devices] = 0  # the whole part of the first device
+        given = x.copy()
+        given[weight == 0] = np.nan
+        for device in bad:
+            given[(device + 1) * accumulate_steps - 1, 1, 5, 7] = np.inf
+        state = jda.TrainState.create(params, tx, model_state={"mean": 0.5, "calls": 0})
+        state, metrics = step(state, {"x": given, "weight": weight})
+        assert jda.nonfinite_paths(metrics["nonfinite"], state.params) == (
+            {"params['w']": len(bad)} if bad else {}
+        )
+        assert float(state.model_state["mean"]) == (0.5 + 3 * 7) / devices
+        assert int(state.model_state["calls"]) == accumulate_steps
+        if not bad:
+            mean = np.mean(given[weight != 0], axis=0, dtype=np.float64)
+            np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(mean), rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_callbacks_of_a_weighted_loss_run_once(cpu_mesh, is_jitted):
+    """Beside layers whose gradients need the weight first: it alone is computed before."""
+    tx, calls = make_tx(cpu_mesh(2), **OF_LAYERS["scan"]), []
+
+    def body(x, layer):
+        jax.debug.callback(lambda _: calls.append("layer"), x[0, 0])
+        return jnp.tanh(x @ jda.gather_params(layer, tx)["w"]), None
+
+    def loss(params, batch):
+        jax.debug.callback(lambda: calls.append("loss"))
+
+        def count(total, part):
+            jax.debug.callback(lambda _: calls.append("weight"), total)
+            return total + part, None
+
+        weight, _ = jax.lax.scan(count, jnp.float32(0), batch["weight"])
+        return jnp.mean(jax.lax.scan(body, batch["x"], params)[0]), weight
+
+    step = jda.train_step(jax.jit(loss) if is_jitted else loss, tx, weighted=True)
+    state = jda.TrainState.create({"w": np.full((3, 128, 128), 0.01, np.float32)}, tx)
+    batch = {"x": np.ones((4, 128), np.float32), "weight": np.ones(4, np.float32)}
+    jax.block_until_ready(step(state, batch))
+    jax.effects_barrier()
+    assert sorted(calls) == ["layer"] * 6 + ["loss"] * 2 + ["weight"] * 4
+
+
+def test_a_derivative_of_its_own_may_gather_in_a_scan(cpu_mesh):
+    """Its backward pass gathers once more; the weight reaches it like any other operand."""
+    tx = make_tx(cpu_mesh(2), **OF_LAYERS["scan"])
+
+    def layer_of(layer, x):
+        return jnp.tanh(x @ jda.gather_params(layer, tx)["w"])
+
+    own = jax.custom_vjp(layer_of)
+    own.defvjp(
+        lambda *args: (layer_of(*args), args), lambda args, g: jax.vjp(layer_of, *args)[1](g)
+    )
+    rng, results = np.random.default_rng(5), []
+    params = {"w": rng.normal(size=(2, 128, 128)).astype(np.float32) / 9}
+    batch = {"x": rng.normal(size=(4, 128)).astype(np.float32)}
+    for function in (layer_of, own):
+
+        def loss(params, batch, function=function):
+            x, _ = jax.lax.scan(lambda x, layer: (function(layer, x), None), batch["x"], params)
+            return jnp.mean(x**2), jnp.sum(batch["weight"])
+
+        step = jda.train_step(loss, tx, weighted=True)
+        state = jda.TrainState.create(params, tx)
+        given = batch | {"weight": np.float32([1, 2, 3, 4])}
+        state, metrics = step(state, given)
+        results.append((metrics, jda.to_optax_state(state, tx)[1][0].mu["w"]))
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-8)
