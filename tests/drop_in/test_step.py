@@ -9,6 +9,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
 import jdistadam as jda
+from jdistadam.compat import crashes_on_empty_arrays
 from jdistadam.core import hyperparameters
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.drop_in.step import tree_step
@@ -280,6 +281,8 @@ def test_shards_and_replicated_leaves_in_one_shard_map(cpu_mesh, main):
     tx = jda.fused_adamw(**HYPER, main_params_dtype=main)
     rng = np.random.default_rng(5)
     params, grads = (random_tree(rng, dtype) | {"w": jnp.full((8, 3), x, dtype)} for x in (1, 2))
+    if crashes_on_empty_arrays(cpu_mesh(2)):
+        del params["empty"], grads["empty"]
     alone = jax.jit(tx.step)(grads, tx.init(params), params)
 
     def spec(path, _):
