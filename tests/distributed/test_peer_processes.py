@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import jax
@@ -107,7 +106,6 @@ def test_processes_that_copy_between_gpus_give_the_bits_of_one(tmp_path, strateg
 def check_kill(tmp_path, seed, count=2, platform="cpu", devices=4):
     """Kills one process at a random moment; the others end, and the next start resumes."""
     options = dict(platform=platform, devices=devices)
-    folders = set(pathlib.Path(tempfile.gettempdir()).glob("jdistadam-*"))
     rng, folder = random.Random(seed), tmp_path / "killed"
     running, outputs = start(count, folder, 10**6, **options)
     victim = rng.randrange(count)
@@ -131,7 +129,6 @@ def check_kill(tmp_path, seed, count=2, platform="cpu", devices=4):
             died = f"process {victim} (pid {running[victim].pid}) has died"
             assert died in said or "Gloo All" in said or "oordination" in said, said[-3000:]
     assert time.monotonic() - killed < 60
-    assert set(pathlib.Path(tempfile.gettempdir()).glob("jdistadam-*")) <= folders
     saved = sorted(int(x.name) for x in folder.iterdir() if x.name.isdigit())
     steps = (saved[-1] if saved else 0) + 3
     resumed = trained(count, folder, steps, **options)

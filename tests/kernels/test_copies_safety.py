@@ -481,3 +481,50 @@ def test_links_between_gpus_are_measured():
         speed = native.link_speed(one, other)
         assert 5 < speed < 2000
         assert native.link_speed(one, other) == speed  # measured once
+
+
+IN_TURNS = """
+import time
+import jax.numpy as jnp
+import jdistadam as jda
+
+PARAMS = {name: np.ones((16, 1024), np.float32) for name in "abcdef"}
+
+
+def loss_fn(params, x):  # several arrays of one size, which travel together
+    h = x
+    for name in PARAMS:
+        h = jnp.tanh(h @ params[name] @ params[name].T)
+    return jnp.mean(h**2)
+
+
+def steps(number, communication):
+    tx = jda.distributed(
+        jda.fused_adamw(1e-2, weight_decay=0.1),
+        mesh=jax.sharding.Mesh(jax.devices(PLATFORM)[:number], ("data",)),
+        policy=jda.MixedPrecisionPolicy(grad_reduce_dtype="float32"),
+        communication=communication,
+        bucket_bytes=256,
+    )
+    state, step = jda.TrainState.create(PARAMS, tx), jda.train_step(loss_fn, tx)
+    for i in range(8):
+        x = np.random.default_rng(i).normal(size=(number, 16)).astype(np.float32)
+        state, metrics = jax.block_until_ready(step(state, x))
+        yield float(metrics["loss"])
+
+
+runs = {(n, c): steps(n, c) for n in (NUMBER, NUMBER // 2 or 1) for c in ("peer", "xla") if n > 1}
+for _ in range(8):
+    losses = {key: next(run) for key, run in runs.items()}
+    assert all(losses[n, "peer"] == losses[n, "xla"] for n, _ in runs), losses
+begin = time.monotonic()
+__import__(f"jdistadam._{'cuda' if PLATFORM == 'gpu' else PLATFORM}", fromlist="_").stop_copies()
+print("in turns; ended within", time.monotonic() - begin, "s")
+"""
+
+
+@PLATFORMS
+def test_optimizers_take_turns_over_several_meshes(platform, number):
+    """A wait is for all arrays that started together: none looks abandoned to the next program."""
+    out, _ = run_alone(IN_TURNS, platform, number)
+    assert float(re.search(r"in turns; ended within (\S+) s", out)[1]) < 2, out

@@ -23,7 +23,12 @@ import numpy as np  # noqa: E402
 if count > 1:
     mine = list(range(index * of_each, (index + 1) * of_each)) if platform == "gpu" else None
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", count, index, local_device_ids=mine, shutdown_timeout_seconds=20
+        f"127.0.0.1:{port}",
+        count,
+        index,
+        local_device_ids=mine,
+        heartbeat_timeout_seconds=20,  # ends a process that waits for another one to save
+        shutdown_timeout_seconds=20,
     )
 
 import jdistadam as jda  # noqa: E402
