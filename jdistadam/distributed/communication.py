@@ -51,7 +51,7 @@ _REQUESTS = ("auto", "xla", "peer")
 _SLOWEST_LINK = 60
 """GB/s. NVLink has 150 to 450, and the gain was measured there. PCIe has 25 (4.0 x16) to 55 (5.0
 x16), which the GPUs of a host share: NCCL knows how, and copies between all pairs do not."""
-_WORKED: list[Groups] = []  # between processes, as tried
+_TRIED: dict[Groups, tuple[str, float]] = {}  # between processes: why not, GB/s
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
 
@@ -181,24 +181,28 @@ def _why_processes_are_apart(parallel: DataParallel, *, is_asked_for: bool) -> s
     return why
 
 
-@functools.cache
 def _tried_copies(mesh: Any, axes: Axes) -> tuple[str, float]:
     """Why copies along axes fail, and the GB/s that the slowest process sends from a device."""
     groups = _groups_along(mesh, axes)
+    if groups not in _TRIED:
+        _TRIED[groups] = _try_copies(mesh, axes, groups)
+    return _TRIED[groups]
+
+
+def _try_copies(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
+    platform = native.platform_of(mesh.devices.flat[0].platform)
+    is_first = all(why for why, _ in _TRIED.values())  # no copies need the connections
     tried = functools.partial(copies.attempt, mesh, axes, groups)
     # In a thread of its own: the caller may be inside of jit, or under another mesh.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         why, speed = pool.submit(tried).result()
-    platform = native.platform_of(mesh.devices.flat[0].platform)
-    if why and not _WORKED:  # others may wait for the copies of this process
+    if why and is_first:  # others may wait for the copies of this process
         leave(platform, why)
     name = f"copies/{hashlib.sha256(repr(groups).encode()).hexdigest()}"
     said = say_to_all(name, (why, speed)).values()
     # Those that only heard of a failure say so, too.
     why = min((why for why, _ in said if why), key=len, default="")
-    if not why:
-        _WORKED.append(groups)
-    elif not _WORKED:
+    if why and is_first:
         leave(platform, why)
     return why, min(speed for _, speed in said)
 
