@@ -189,13 +189,18 @@ def _tried_copies(mesh: Any, axes: Axes) -> tuple[str, float]:
     return _TRIED[groups]
 
 
-def _try_copies(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
-    platform = native.platform_of(mesh.devices.flat[0].platform)
-    is_first = all(why for why, _ in _TRIED.values())  # no copies need the connections
+@functools.cache  # others may not try again
+def _attempt(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
     tried = functools.partial(copies.attempt, mesh, axes, groups)
     # In a thread of its own: the caller may be inside of jit, or under another mesh.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        why, speed = pool.submit(tried).result()
+        return pool.submit(tried).result()
+
+
+def _try_copies(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
+    platform = native.platform_of(mesh.devices.flat[0].platform)
+    is_first = all(why for why, _ in _TRIED.values())  # no copies need the connections
+    why, speed = _attempt(mesh, axes, groups)
     if why and is_first:  # others may wait for the copies of this process
         leave(platform, why)
     name = f"copies/{hashlib.sha256(repr(groups).encode()).hexdigest()}"
