@@ -15,7 +15,7 @@ from flax.training import train_state
 
 from jdistadam.core.arguments import warn_caller
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.transformation import FusedTransformation
+from jdistadam.drop_in.transformation import PARTS, FusedTransformation
 
 __all__ = ["Optimizer", "TrainState"]
 
@@ -24,18 +24,16 @@ def _has_step(tx: Any) -> bool:
     """Whether an optimizer has a step for one program; warns if that is not fused."""
     if isinstance(tx, DistributedTransformation):
         return False  # its update raises, and says what to use
-    is_fused = isinstance(tx, FusedTransformation)
-    if is_fused and (tx.full_step is not None or not tx.is_as_made):
+    has_step = isinstance(tx, FusedTransformation)
+    if has_step and (tx.is_fused or not tx.is_as_made):
         return True  # the user's own step, if functions were replaced
-    got = "a chain with something after the optimizer" if is_fused else type(tx).__name__
+    got = f"a chain: {tx.why_not_fused}" if has_step else type(tx).__name__
     warn_caller(
         f"tx: has no fused step, so that its update runs, which reads and writes more: got {got}, "
         "expected what jda.fused_adamw, jda.chain or jda.inject_hyperparams returns. Write "
-        "jda.chain, MultiSteps and apply_if_finite in place of those of optax, and end a chain "
-        "with the optimizer, or with jda.scale_by_adam, jda.add_decayed_weights and "
-        "jda.scale_by_learning_rate."
+        f"jda.chain, MultiSteps and apply_if_finite in place of those of optax. {PARTS}"
     )
-    return is_fused
+    return has_step
 
 
 class TrainState(train_state.TrainState):

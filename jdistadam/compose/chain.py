@@ -36,8 +36,11 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
 
     ``step`` is fused if the last transformation has its own step, as jdistadam's optimizers do. The
     transformations before it change the gradients. At the end of a chain, jdistadam's
-    ``scale_by_adam``, ``add_decayed_weights`` and ``scale_by_learning_rate`` become one such
-    optimizer, whose state stays in three parts. Otherwise it is ``update`` and ``apply_updates``.
+    ``scale_by_adam`` and ``add_decayed_weights``, and what multiplies by a number, become one such
+    optimizer, whose state stays in parts: ``jda.scale_by_learning_rate``, or ``optax.scale``,
+    ``optax.scale_by_schedule`` and ``optax.scale_by_learning_rate``, of which one may depend on the
+    step count. Several numbers are multiplied first. Otherwise ``step`` is ``update`` and
+    ``apply_updates``, and ``why_not_fused`` says why.
 
     Transformations before a distributed optimizer get unreduced gradients. They must be linear,
     because gradients are summed over devices afterwards. ``optax.scale``, ``optax.masked`` and
@@ -79,8 +82,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             bound=last.bound,
         )
     end = joined(transformations)
-    if end is None:
-        return _Chain(tuple(before), last).transformation()
+    if isinstance(end, str):
+        return _Chain(tuple(before), last, why_not_fused=end).transformation()
     fused, num_parts = end
     chained = _Chain(tuple(transformations[:-num_parts]), fused, num_parts)
     tx = chained.transformation()
@@ -96,6 +99,7 @@ class _Chain:
     before: tuple[optax.GradientTransformation, ...]
     last: optax.GradientTransformation
     num_parts: int | None = None  # of the last one's state, if these are parts of the chain's
+    why_not_fused: str = ""  # if the last one has no step
 
     def init(self, params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in self.before)
@@ -109,6 +113,10 @@ class _Chain:
         tx = FusedTransformation(self.init, self.update, self.step)
         if getattr(self.last, "full_step", None) is not None:
             tx.full_step = self.full_step
+        elif isinstance(self.last, FusedTransformation):
+            tx._of_another = self.last.why_not_fused
+        else:
+            tx._of_another = self.why_not_fused
         return tx
 
     def _whole(self, states: tuple[Any, ...], last: Any) -> OptState:

@@ -25,12 +25,18 @@ from jdistadam.core.trees import Params
 from jdistadam.errors import DtypeError, HyperparameterError, PolicyError, TreeError
 
 
+def _is_function(given: Any) -> bool:
+    """Whether this is no tree, as optax decides: a module may be called, and be a tree of bools."""
+    leaves = jax.tree.leaves(given)
+    return bool(leaves) and all(map(callable, leaves))
+
+
 def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tuple[int, ...]:
     """Returns for each leaf 0 if decay applies to it and 1 if it is masked out."""
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
-    if callable(mask):
+    if _is_function(mask):
         mask = mask(params)
         if isinstance(mask, bool | np.bool_) and num_leaves > 1:
             raise TreeError(
@@ -39,9 +45,8 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tup
                 f"expected a tree of bools, for {num_leaves} leaves. Write lambda params: "
                 "jax.tree.map_with_path(lambda path, x: ..., params), or pass the bool itself."
             )
-    tree = mask  # not called again: it may be a module, which can be called itself
     keeps = for_each_leaf(
-        lambda _: tree,
+        mask,
         params,
         name="mask",
         kind=bool | np.bool_,
@@ -72,7 +77,7 @@ def for_each_leaf(
       expected: What may be given.
       is_leaf: Which containers in ``given`` are values.
     """
-    given = given(params) if callable(given) else given
+    given = given(params) if _is_function(given) else given
     values: list[Any] = []
 
     def spread(value: Any, subtree: Any) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.collectives import axes_in, axes_of
 from jdistadam.core.trees import OptState, Params
-from jdistadam.errors import MeshError
+from jdistadam.errors import DtypeError, MeshError
 
 
 def state_shardings(
@@ -48,6 +48,7 @@ def state_shardings(
       MeshError: The mesh lacks an axis, a parameter is sharded over another mesh, or a
         PartitionSpec does not fit its parameter.
       TreeError: ``param_shardings`` has another structure than ``params``.
+      DtypeError: A leaf of ``params`` is no array, such as a function of a module.
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -72,6 +73,11 @@ def state_shardings(
     own = {}
     for (path, x), place in zip(pairs, places, strict=True):
         name = "params" + jax.tree_util.keystr(path)
+        if not hasattr(x, "shape"):
+            raise DtypeError(
+                f"{name}: not an array: got {type(x).__name__}, expected an array or its shape. "
+                "Leave it out of the tree, or put None in its place."
+            )
         own[path] = x.shape, _spec_of(name, x.shape, place, mesh)
     depths = sorted({len(path) for path in own}, reverse=True)
 

@@ -62,6 +62,14 @@ class FullStep(Protocol):
         """
 
 
+PARTS = (
+    "For weight decay and learning rates, end the chain with jda.scale_by_adam, "
+    "jda.add_decayed_weights and what multiplies by a number, such as jda.scale_by_learning_rate, "
+    "which jda.chain fuses. Move only what changes gradients before the optimizer."
+)
+"""What to do about a chain without a fused step."""
+
+
 class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An ``optax.GradientTransformationExtraArgs`` (init, update) that also has ``step``.
 
@@ -84,6 +92,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     step: StepFn
     full_step: FullStep | None = None
     """The step for wrappers; None if this optimizer has none."""
+    _of_another: str = ""
+    """Why a step of other transformations is taken, if it is."""
     _made_of: tuple[Any, ...]
     algorithm: Algorithm | None = None
     """The algorithm of the optimizer; None if other functions wrap or replace it."""
@@ -96,6 +106,27 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, init, update)
         self.step, self._made_of = step, (init, update, step)
         return self
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether ``step`` runs the fused kernel; ``why_not_fused`` says why it does not.
+
+        Example:
+          >>> import optax, jdistadam as jda
+          >>> jda.chain(optax.clip(1.0), jda.fused_adamw(1e-3)).is_fused
+          True
+          >>> jda.chain(jda.fused_adamw(1e-3), optax.clip(1.0)).is_fused
+          False
+        """
+        return not self.why_not_fused
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why ``step`` is only ``update`` and ``apply_updates``, or unknown; "" if it is fused."""
+        if not self.is_as_made:
+            return "its functions were replaced"
+        known = self.full_step is not None or hasattr(self, "config")
+        return "" if known else self._of_another or "its step is none of jdistadam's"
 
     def step_with_updates(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -235,16 +266,9 @@ def full_step_of(tx: Any, function: str) -> FullStep:
         return tx.full_step
     got = type(tx).__name__
     cure = "Write jda.chain in place of optax.chain; wrap other optimizers with those of optax."
-    if isinstance(tx, FusedTransformation) and tx.full_step is not None:
-        got += ", with functions that were replaced"
-        cure = "Wrap the optimizer before its functions are replaced."
-    elif isinstance(tx, FusedTransformation):
-        got += ", such as a chain in which another transformation follows the optimizer"
-        cure = (
-            "For weight decay and learning rates, end the chain with jda.scale_by_adam, "
-            "jda.add_decayed_weights and jda.scale_by_learning_rate, which jda.chain fuses. Move "
-            "only what changes gradients before the optimizer."
-        )
+    if isinstance(tx, FusedTransformation):
+        got += f": {tx.why_not_fused}" if tx.why_not_fused else ""
+        cure = "Wrap the optimizer before its functions are replaced." if tx.full_step else PARTS
     if hasattr(tx, "config"):
         cure = (
             "A distributed optimizer has norms=, loss_scale= and norm_guard=, and train_step has "

@@ -78,6 +78,95 @@ def test_joined_parts_have_the_bits_of_fused_adamw(take, case):
     assert jax.tree.structure(got[1]) == jax.tree.structure(optax.chain(*parts(optax, **CASES[case])).init(params))  # fmt: skip
 
 
+FACTORS = {
+    "schedule, scale": (SCHEDULE, lambda: [optax.scale_by_schedule(SCHEDULE), optax.scale(-1.0)]),
+    "scale": (0.02, lambda: [optax.scale(-0.02)]),
+    "scales": (0.02, lambda: [optax.scale(-1), optax.scale(np.float32(0.04)), optax.scale(0.5)]),
+    "optax's rate": (SCHEDULE, lambda: [optax.scale_by_learning_rate(SCHEDULE)]),
+    "scale, rate": (
+        SCHEDULE,
+        lambda: [optax.scale(-1.0), jda.scale_by_learning_rate(SCHEDULE, flip_sign=False)],
+    ),
+    "of an array": (0.02, lambda: [optax.scale(jnp.float32(-0.02))]),
+}
+
+
+@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize("case", FACTORS)
+def test_factors_of_optax_join_with_its_state(case, decays):
+    """Factors that round their product differ from optax, which multiplies one after the other."""
+    rate, factors = FACTORS[case][0], FACTORS[case][1]()
+    adam, decay = jda.scale_by_adam(**ADAM), jda.add_decayed_weights(0.13, mask)
+    joined = jda.chain(adam, *[decay] * decays, *factors)
+    assert joined.is_fused and joined.why_not_fused == ""
+    theirs = [optax.scale_by_adam(**ADAM), *[optax.add_decayed_weights(0.13, mask)] * decays]
+    params = first_params()
+    like = optax.chain(*theirs, *factors).init(params)
+    assert jax.tree.structure(joined.init(params)) == jax.tree.structure(like)
+    given = dict(weight_decay=0.13, mask=mask) if decays else {}
+    whole = (jda.fused_adamw if decays else jda.fused_adam)(rate, **given, **ADAM)
+    for take in (by_step, by_update):
+        got, want = (run(take, tx, params) for tx in (joined, whole))
+        assert_trees_same_bits(got[0], want[0])
+        assert_trees_same_bits(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]))
+    state, (given_grads, *_) = joined.init(params), gradients(params)
+    outside, _ = joined.step(given_grads, state, params)  # and outside of jit
+    assert_trees_same_bits(outside, jax.jit(joined.step)(given_grads, state, params)[0])
+
+
+def test_a_skipped_step_keeps_the_count_of_a_joined_schedule():
+    factors = [optax.scale_by_schedule(SCHEDULE), optax.scale(-1.0)]
+    parts_of = lambda p: [p.scale_by_adam(**ADAM), p.add_decayed_weights(0.13), *factors]  # noqa: E731
+    ours = jda.apply_if_finite(jda.chain(*parts_of(jda)), 3)
+    theirs = optax.apply_if_finite(optax.chain(*parts_of(optax)), 3)
+    params = first_params()
+    mine, others = (params, ours.init(params)), (params, theirs.init(params))
+    for i, grads in enumerate(gradients(params, 5)):
+        if i in (1, 2):
+            grads = grads | {"b": grads["b"].at[0].set(jnp.nan)}
+        mine = ours.step(grads, mine[1], mine[0])
+        others = by_update(theirs, grads, others[1], others[0])
+        counts = [x for x in jax.tree.leaves(mine[1]) if x.dtype == jnp.int32]
+        assert counts == [x for x in jax.tree.leaves(others[1]) if x.dtype == jnp.int32]
+    np.testing.assert_allclose(mine[0]["w"], others[0]["w"], rtol=1e-6, atol=1e-7)
+
+
+WHY_NOT = {
+    "nothing multiplies by a learning rate": lambda: [jda.scale_by_adam()],
+    "no transformation in it": lambda: [optax.clip(1.0), optax.adam(0.1)],
+    "transformation 1 and later ones follow": lambda: [
+        jda.scale_by_adam(),
+        optax.scale(jnp.ones(3)),
+    ],
+    "which one may depend": lambda: [jda.scale_by_adam(), *[optax.scale_by_schedule(SCHEDULE)] * 2],
+    "2 and later ones": lambda: [
+        jda.scale_by_adam(),
+        jda.add_decayed_weights(0.1),
+        optax.clip(1.0),
+        optax.scale(-1.0),
+    ],
+    "1 and later ones": lambda: [jda.fused_adamw(0.1), optax.clip(1.0)],
+    "1 and later ones follow": lambda: [jda.chain(jda.fused_adamw(0.1), optax.clip(1.0))],
+}
+
+
+@pytest.mark.parametrize("why", WHY_NOT)
+def test_a_chain_says_why_it_is_not_fused(why):
+    tx = jda.chain(*WHY_NOT[why]())
+    assert not tx.is_fused and why in tx.why_not_fused
+    with pytest.raises(jda.PolicyError, match=why):
+        tx.step_with_norms({}, tx.init({}), {})
+
+
+def test_optimizers_say_that_they_are_fused():
+    adamw = jda.fused_adamw(0.1)
+    distributed = jda.distributed(adamw, mesh=jax.make_mesh((1,), ("data",)))
+    several = [adamw, jda.MultiSteps(adamw, 2), jda.apply_if_finite(adamw, 2), distributed]
+    for tx in [*several, jda.inject_hyperparams(jda.fused_adamw)(0.1), jda.chain(distributed)]:
+        assert tx.is_fused and tx.why_not_fused == ""
+    assert adamw._replace(step=max).why_not_fused == "its functions were replaced"
+
+
 def test_joined_parts_without_decay_have_the_bits_of_fused_adam():
     joined = jda.chain(jda.scale_by_adam(**ADAM), jda.scale_by_learning_rate(0.02))
     got, want = (run(by_step, tx, first_params()) for tx in (joined, jda.fused_adam(0.02, **ADAM)))
@@ -145,8 +234,8 @@ def test_parts_compose_with_optax():
 
 
 def test_parts_that_do_not_end_a_chain_are_not_joined():
-    tx = jda.chain(*parts(jda), optax.scale(0.5))
-    whole = optax.chain(*parts(jda), optax.scale(0.5))
+    tx = jda.chain(*parts(jda), optax.clip(0.01))
+    whole = optax.chain(*parts(jda), optax.clip(0.01))
     assert_trees_same_bits(run(by_step, tx, first_params()), run(by_update, whole, first_params()))
     climbing = jda.chain(jda.scale_by_adam(), jda.scale_by_learning_rate(0.1, flip_sign=False))
     got, _ = climbing.step(

@@ -309,8 +309,8 @@ def test_optimizers_without_a_fused_step_raise(cpu_mesh):
     replaced = jda.fused_adamw(1e-3)._replace(step=lambda g, s, p: (p, s))
     for tx, said in (
         (optax.adamw(1e-3), "Write jda.chain"),
-        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "jda.add_decayed_weights and jda"),
-        (replaced, "functions that were replaced"),
+        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "jda.add_decayed_weights and what"),
+        (replaced, "its functions were replaced"),
         (distributed, "accumulate_steps="),
     ):
         for wrap in (jda.MultiSteps, jda.apply_if_finite):

@@ -376,7 +376,9 @@ def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
     assert native.status("cpu").available
     said = {1: ["", 1e-6]}
     monkeypatch.setattr(communication, "say_to_all", lambda name, found: said | {0: found})
-    communication._tried_copies.cache_clear()
+    monkeypatch.setattr(communication, "_TRIED", {})
+    monkeypatch.setattr(communication, "leave", lambda platform, why: left.append(why))
+    left = []
     assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("", 1e-6)
     said[1][0] = "no memory"
     assert communication._tried_copies(cpu_mesh(2), ("data",)) == ("no memory", 1e-6)
@@ -385,7 +387,11 @@ def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
     with jax.set_mesh(cpu_mesh(4)):  # it has its own
         why, speed = communication._tried_copies(cpu_mesh(3), ("data",))
     assert why == "copies between processes fail: broken" and speed == 0
-    communication._tried_copies.cache_clear()
+    assert not left  # other copies need the connections
+    communication._TRIED.clear()
+    said[1][0] = "no memory"
+    assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("no memory", 1e-6)
+    assert left == ["no memory"]
 
 
 def failing(*args, **kwargs):

@@ -13,7 +13,7 @@ from support.paths import TESTS, environment
 
 SCRIPT = TESTS / "support" / "peers_that_meet.py"
 OWN_NAMESPACES = "unshare --pid --ipc --fork --mount-proc"
-OWN_TMP = "unshare --mount sh -c 'mount -t tmpfs none /tmp && exec \"$@\"' sh"
+OWN_TMP = 'unshare --mount sh -c \'mount -t tmpfs none "$TMPDIR" && exec "$@"\' sh'
 PLATFORMS = pytest.mark.parametrize(
     "platform", ["cpu", pytest.param("gpu", marks=pytest.mark.multigpu)]
 )
@@ -21,23 +21,28 @@ PLATFORMS = pytest.mark.parametrize(
 
 def met(platform, what="nothing", wrap="", **env):
     """What each of two processes says; the second one is started by ``wrap``."""
-    if wrap and subprocess.run([*shlex.split(wrap), "true"], capture_output=True).returncode:
-        pytest.skip(f"needs the right to run {wrap}")
     port = free_port()
     gpu = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false", JAX_PLATFORMS="cuda,cpu")
-    given = env | (gpu if platform == "gpu" else dict(JAX_PLATFORMS="cpu"))
+    given = environment(**env | (gpu if platform == "gpu" else dict(JAX_PLATFORMS="cpu")))
+    trial = [*shlex.split(wrap), "true"]
+    if wrap and subprocess.run(trial, env=given, capture_output=True).returncode:
+        pytest.skip(f"needs the right to run {wrap}")
     running = [
         subprocess.Popen(
             [*shlex.split(wrap if i else ""), sys.executable, "-P", SCRIPT, platform, str(i),
              str(port), what],
-            env=environment(**given),
+            env=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for i in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in running]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     for process, output in zip(running, outputs, strict=True):
         if "does not let process" in output:
             pytest.skip("the system forbids it: needs kernel.yama.ptrace_scope=0, or root")
@@ -79,7 +84,7 @@ def test_a_trial_that_fails_in_one_process_fails_in_all(platform):
 def test_processes_meet_without_a_common_folder(tmp_path, wrap):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    outputs = met("cpu", wrap=wrap, **({} if wrap else dict(TMPDIR=str(folder))))
+    outputs = met("cpu", wrap=wrap, TMPDIR=str(folder))
     assert transports(outputs) == ({"peer"}, {None})
     assert all("sockets and threads 1 1" in output for output in outputs), outputs
     assert not os.listdir(folder)

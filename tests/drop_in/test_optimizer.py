@@ -332,6 +332,34 @@ def test_params_may_be_a_whole_module(options, jitted):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])
+@dataclasses.dataclass
+class CallableModule:
+    """A module that can be called, as those of Equinox."""
+
+    w: Any
+    b: Any
+
+    def __call__(self, x):
+        return x @ self.w + self.b
+
+
+def test_a_mask_may_be_a_module_that_can_be_called():
+    """It is a tree, as in optax, unless all of its leaves can be called."""
+    params = CallableModule(jnp.ones((4, 3)), jnp.ones(3))
+    grads, mask = jax.tree.map(lambda x: 0.3 * x, params), CallableModule(True, False)
+    results = []
+    for make in (jda.fused_adamw, optax.adamw):
+        tx = make(1e-2, weight_decay=0.1, mask=mask)
+        results.append(jax.jit(tx.update)(grads, tx.init(params), params)[0])
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    labels = CallableModule("slow", "")
+    tx = jda.fused_adamw(1e-2, param_labels=labels, groups={"slow": dict(lr_scale=0.5)})
+    new, _ = tx.step(grads, tx.init(params), params)
+    np.testing.assert_allclose([1 - new.w[0, 0], 1 - new.b[0]], [0.005, 0.01], rtol=1e-3)
+
+
 def test_params_that_nothing_reads_may_be_anything():
     params, grads = {"a": jnp.ones(3)}, {"a": jnp.full(3, 0.5)}
     tx = jda.fused_adam(1e-2)

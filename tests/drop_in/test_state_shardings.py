@@ -185,9 +185,11 @@ def test_a_spec_that_does_not_fit_its_parameter_raises(spec):
         jda.state_shardings(params, params, mesh, param_shardings={"w": spec})
 
 
-def test_wrong_meshes_raise():
+def test_wrong_meshes_and_leaves_raise():
     params = first_params()
     state = jda.fused_adamw(**HYPER).init(params)
+    with pytest.raises(jda.DtypeError, match=r"^params\['f'\]: not an array: got function"):
+        jda.state_shardings(state, params | {"f": lambda x: x}, make_mesh())
     with pytest.raises(
         jda.MeshError, match=r"^axis: not an axis of the mesh: got 'model', expected"
     ):

@@ -16,7 +16,7 @@ class Client:
     def __init__(self):
         self.keys = []
 
-    def key_value_set(self, key, value):
+    def key_value_set(self, key, value, allow_overwrite=False):
         self.keys.append(key)
 
     def blocking_key_value_get(self, key, milliseconds):
