@@ -355,7 +355,8 @@ def test_a_mask_may_be_a_module_that_can_be_called():
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
     labels = CallableModule("slow", "")
-    tx = jda.fused_adamw(1e-2, param_labels=labels, groups={"slow": dict(lr_scale=0.5)})
+    groups = {"slow": dict(lr_scale=0.5), "": {}}
+    tx = jda.fused_adamw(1e-2, param_labels=labels, groups=groups)
     new, _ = tx.step(grads, tx.init(params), params)
     np.testing.assert_allclose([1 - new.w[0, 0], 1 - new.b[0]], [0.005, 0.01], rtol=1e-3)
 
