@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, schedules_now
+from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, optax_takes, schedules_now
 from jdistadam.drop_in.step import TreeResult, tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
@@ -310,6 +310,27 @@ def _no_update(param: Any, grad: Any) -> Any:
     return jnp.zeros_like(param, dtype=None if dtype == jax.dtypes.float0 else dtype)
 
 
+def _is_optax_leaf(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return optax_takes(jnp.result_type(x) if dtype is None else dtype)
+
+
+def _with_constants(
+    known: Sequence[tuple[tuple[str, Any], ...]], numbers: Sequence[dict[str, Any]]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The same with numbers of Python as constants of the program.
+
+    If they are operands, XLA of jax 0.10 rounds optax's formula otherwise on CPUs. The kernels give
+    the same bits in both cases.
+    """
+    constants = [{k: v for k, v in x.items() if isinstance(v, float)} for x in numbers]
+    pairs = list(zip(known, numbers, constants, strict=True))
+    return (
+        tuple((*items, *fixed.items()) for items, _, fixed in pairs),
+        tuple({k: v for k, v in x.items() if k not in fixed} for _, x, fixed in pairs),
+    )
+
+
 def _fused(algorithm: Algorithm) -> FusedTransformation:
     """The functions of an algorithm in one program."""
     groups, main_kind = algorithm.groups, algorithm.main_params
@@ -341,8 +362,11 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             params = None if params is None else without_frozen(rows, params)
         try:
             now = schedules_now(schedules, state, **kept_as)
-            static = dict(mode=mode, known=known, rows=rows, **kept_as)
-            new = tree_step(grads, state, params, numbers, now, **static, **requests)
+            given = known, numbers
+            if any(map(_is_optax_leaf, jax.tree.leaves((grads, params)))):
+                given = _with_constants(known, numbers)
+            static = dict(mode=mode, known=given[0], rows=rows, **kept_as)
+            new = tree_step(grads, state, params, given[1], now, **static, **requests)
         except TypeError:  # jit names a wrong leaf by its position in the call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
