@@ -32,7 +32,7 @@ LIMIT_SECONDS = 300
 """How long a process waits for the others to connect, as XLA's collectives do."""
 
 GRACE_SECONDS = 30
-"""A process lives so long while a GPU waits for copies of a process that has died."""
+"""A process ends itself after its GPU has waited so long for a process that has died."""
 
 OF_PROCESSES = 1 << 32
 """Added to JAX's number of a device: the devices of a group belong to several processes."""
