@@ -264,7 +264,7 @@ class NotSupported(Exception):
 def may_raise():
     try:
         yield
-    except jda.PolicyError as error:
+    except (jda.PolicyError, jda.DtypeError) as error:
         raise NotSupported(str(error)) from error
 
 
@@ -407,12 +407,17 @@ def compare(main, opt_state, reference):
 def compare_guards(got, want):
     """Compares the state of a guard, or None, with that of training: counts bit for bit.
 
-    The mean, too, if norms are exact; otherwise their sums are in another order.
+    The mean, too, if norms are exact, but for a product that a compiler may leave unrounded;
+    otherwise their sums are in another order.
     """
     assert (got is None) == (want.config.norm_guard is None)
     if got is not None:
-        same = assert_same_bits if want.config.data == "exact" else assert_near
-        same(np.asarray(got.mean), np.asarray(want.guard.mean), "mean of norms")
+        mean, guard = np.asarray(got.mean), want.guard
+        if want.config.data == "exact":
+            distance = abs(np.float64(mean) - np.float64(guard.mean))
+            assert distance <= guard.unrounded, f"mean of norms: got {mean}, not {guard.mean}"
+        else:
+            assert_near(mean, np.asarray(guard.mean), "mean of norms")
         for name in ("steps", "spikes", "nonfinite"):
             assert int(getattr(got, name)) == getattr(want.guard, name), name
 

@@ -150,9 +150,15 @@ def learning_rate_of(config, count):
 
 @dataclasses.dataclass
 class Guard:
-    """The mean of the norms of applied steps, and the number of steps of each kind."""
+    """The mean of the norms of applied steps, and the number of steps of each kind.
+
+    ``unrounded``: how far the mean is at most from one with fused multiply-adds. Each leaves out
+    the rounding of a product, half a unit in its last place, and may round the sum the other way,
+    by one unit; later steps only shrink such a difference.
+    """
 
     mean: F32 = dataclasses.field(default_factory=F32)
+    unrounded: float = 0.0
     steps: int = 0
     spikes: int = 0
     nonfinite: int = 0
@@ -168,7 +174,12 @@ class Guard:
         """Counts a step that was applied, or skipped for its norm alone."""
         if not is_skipped:
             self.steps += 1
-            self.mean += (norm - self.mean) * (F32(1) / F32(min(self.steps, limits.window)))
+            rate = F32(1) / F32(min(self.steps, limits.window))
+            product = (norm - self.mean) * rate
+            is_exact = float(product) == float(norm - self.mean) * float(rate)
+            self.mean += product
+            if not (is_exact and self.unrounded == 0):
+                self.unrounded += float(np.spacing(abs(product))) / 2 + float(np.spacing(self.mean))
         elif np.isfinite(norm):
             self.spikes += 1
         else:
