@@ -1,26 +1,41 @@
 // Copies between the arrays of several devices of one process, concurrently with their programs.
 //
 // All devices of a program make the same copies. Each one *starts* them: it posts the addresses of
-// its arrays, and goes on. When all have posted, every device sends its parts to the others. Later
-// each one *waits* until its arrays have arrived, and its own have been read. Between the two the
-// caller must not write its sources, nor use its targets.
+// its arrays, and goes on. When all have posted, every device reads its parts from the others'
+// arrays. Later each one *waits* until its arrays have arrived, and its own have been read. Between
+// the two the caller must not write its sources, nor use its targets.
 //
 //   exchange   source (rows, n, run), target (n - 1, rows, run): part q of the source of device p
 //              goes to device q, whose target has the parts of all others, in their order
 //   gather     source (rows, run), target (rows, n, run): the source of device p is part p of the
 //              target of every device. In place: the source is that part of the own target
 //
-// Which starts meet is known from the execution (equal on all devices, different for each one), the
-// call site in the program, and the number of the execution's visit to that site on the device. A
-// wait knows its start by the execution and the address of its first target. Devices of several
-// processes: processes.h.
+// The life of copies; who does it; what ends it:
 //
-// If a device cannot go on, its execution has failed on all devices, which *leave* it. Copies that
-// not all devices have started are never made. The others end on all devices before a device
-// returns its error and its arrays are released. If another call fails between start and wait, XLA
-// tells nobody: others miss the device at their next copies. (XLA for GPUs gives them 10 s, and
-// ends the process.) Such copies are *abandoned*: a later start that gets their memory waits until
-// they are done.
+//   start     the program of a device posts its arrays on the board. The first post with a name
+//             makes a job, the last one launches it.
+//   issue     GPUs: a thread of the device enqueues its copies. CPUs: the last device that comes
+//             makes those of all of its process. Each device then settles: issued, or given up.
+//   wait      the program of a device, until all have issued; the GPU itself waits for the copies.
+//             On CPUs the start is not over before that: XLA frees no array under a copy.
+//   end       the job ends with its last holder: devices that have not waited, threads that issue
+//             it, other processes that have not waited (processes.h).
+//
+// Starts that meet have one *name*: CopyName. It never depends on who comes first. A wait knows its
+// start by the execution and the address of its first target.
+//
+// Who writes what: a device writes its own targets alone, so no failure writes into the arrays of
+// another device or process. If a device cannot go on, its execution has failed on all devices,
+// which *leave* it. Copies that not all devices have started are never made. The others end on all
+// devices before a device returns its error and its arrays are released. If another call fails
+// between start and wait on a GPU, XLA tells nobody, and releases the targets. Such copies are
+// *abandoned*: a train step or an evaluation ends them before its error leaves
+// (CopyBoard::Abandon), and so does a later start that gets their memory. What runs in between in
+// one's own program, after an error of one's own, may lose a write: that window is left. Other
+// devices miss the device at their next copies.
+//
+// Every wait on the host ends after WaitLimit, with an error that names who was missing; or, if
+// copies may still write memory that would be released, with the end of the process.
 #pragma once
 
 #include <unistd.h>
@@ -47,6 +62,18 @@ namespace jdistadam {
 
 constexpr int kMaxCopyDevices = 64;
 
+// How long a device waits on the host for others; for all waits of the process.
+inline std::atomic<int64_t>& WaitLimitMs() {
+  static std::atomic<int64_t> limit{300'000};
+  return limit;
+}
+
+inline std::chrono::milliseconds WaitLimit() { return std::chrono::milliseconds(WaitLimitMs()); }
+
+inline std::string WithinLimit() {
+  return "within " + std::to_string((WaitLimitMs() + 999) / 1000) + " s";
+}
+
 // An array of one device; `run` in bytes, and from one run of a gather's source to the next.
 struct CopyArray {
   char* source;
@@ -61,22 +88,55 @@ struct CopyPiece {
   size_t rows, run, from_pitch, to_pitch;
 };
 
+// Which start: equal on all devices that meet in it, different for all other starts.
+//
+//   group       which devices. Between processes negative: a hash of their numbers
+//   execution   XLA's run id: a fingerprint of the compiled program, plus how often it has run. It
+//   is
+//               equal on all devices, and in all processes that run equal programs
+//   call        the instruction of the program. In one process the address of its attributes, which
+//               is one for all devices, and differs where a compiler has inlined or unrolled what
+//               was traced once. Between processes its channel, which JAX counts in each program
+//   visit       how often the device has come to it in this execution: in a loop
+struct CopyName {
+  int64_t group, execution, call, visit;
+
+  bool operator<(const CopyName& other) const { return AsTuple() < other.AsTuple(); }
+
+ private:
+  std::tuple<int64_t, int64_t, int64_t, int64_t> AsTuple() const {
+    return {group, execution, call, visit};
+  }
+};
+
 // The devices that copy among each other, if some are of other processes: processes.h.
 struct CopyClique {
-  int64_t run;                   // in place of an execution: negative, and equal in all processes
-  std::vector<int64_t> devices;  // their numbers, which are those of JAX
-  std::vector<int> processes;    // of each device; kHere for this process
-  std::vector<int> ordinals;     // of those of this process
+  int64_t group;                              // negative, and equal in all processes
+  std::vector<int64_t> devices;               // their numbers, which are those of JAX
+  std::vector<int> processes;                 // of each device; kHere for this process
+  std::vector<int> ordinals;                  // of those of this process
   mutable std::atomic<bool> has_died{false};  // one of the processes
 };
 
 constexpr int kHere = -1;
 
-// Who starts copies: device `me` of `count`, in an execution, at a call site.
+// What fails together: an execution; between processes a clique, for good.
+using CopyScope = std::pair<int64_t, int64_t>;
+
+// Who starts copies: device `me` of `count`, by a call of an execution.
 struct CopyVisitor {
-  int64_t run, site;
+  int64_t group, execution;
+  int64_t call;     // the address of its attributes
+  int64_t channel;  // of the call
   int count, me;
   const CopyClique* clique = nullptr;  // null if all devices are of this process
+
+  CopyName Name(int64_t visit) const {
+    return {group, execution, clique == nullptr ? call : channel, visit};
+  }
+  CopyScope Scope() const { return clique == nullptr ? CopyScope{0, execution} : ScopeOf(group); }
+  static CopyScope ScopeOf(int64_t clique) { return {clique, 0}; }
+  std::pair<int64_t, int> Device() const { return {group, me}; }
 };
 
 // What a device says when it cannot go on.
@@ -85,7 +145,7 @@ inline std::string FailureOf(int me, const std::string& why) {
          " failed: " + why;
 }
 
-// The copies of one visit to one start, on all devices.
+// The copies of one start, on all devices.
 template <typename Extra>
 class CopyJob {
  public:
@@ -94,10 +154,9 @@ class CopyJob {
     Extra extra;
   };
 
-  CopyJob(const CopyVisitor& who, int64_t visit, bool is_gather)
-      : run(who.run),
-        site(who.site),
-        visit(visit),
+  CopyJob(const CopyVisitor& who, const CopyName& name, bool is_gather)
+      : name(name),
+        scope(who.Scope()),
         clique(who.clique),
         is_gather(is_gather),
         posts(who.count) {}
@@ -134,7 +193,7 @@ class CopyJob {
     return false;
   }
 
-  // A device has enqueued all copies that it sends.
+  // A device has enqueued all copies into its arrays.
   void HasIssued(int me) { Settle(me, ""); }
 
   // A device could not, and what it had enqueued is done.
@@ -144,7 +203,7 @@ class CopyJob {
 
   // Whether a device's arrays have the sizes of those that others have posted.
   bool Fits(const CopyVisitor& who, const Post& post) const {
-    if (who.count != count() || who.site != site) return false;
+    if (who.count != count()) return false;
     for (int p = 0; p < count(); ++p) {
       const auto same = [](const CopyArray& a, const CopyArray& b) {
         return a.rows == b.rows && a.run == b.run && a.pitch == b.pitch;
@@ -171,29 +230,33 @@ class CopyJob {
   }
 
   // Waits until all devices have enqueued their copies. Returns why they have not; "" if they have.
-  std::string WaitUntilIssued(std::chrono::seconds limit) {
+  std::string WaitUntilIssued() {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool came =
-        changed_.wait_for(lock, limit, [&] { return !why_.empty() || num_settled_ == count(); });
+    const bool came = changed_.wait_for(lock, WaitLimit(),
+                                        [&] { return !why_.empty() || num_settled_ == count(); });
     if (!came) {
-      std::string places;
-      for (int i = 0; i < count(); ++i)
-        if (!has_posted[i]) places += " " + std::to_string(i);
-      const std::string within = "within " + std::to_string(limit.count()) + " s";
-      why_ = places.empty() ? "copies were not enqueued " + within
-                            : "devices did not come " + within + ": places" + places;
+      why_ = Missing(has_posted, "devices did not come ");
+      if (why_.empty()) why_ = Missing(has_settled_, "copies were not enqueued ");
       changed_.notify_all();
     }
     return why_;
   }
 
-  // Waits until each device has enqueued its copies or has given up. All have started them.
-  void WaitUntilSettled() {
+  // Waits until a device has enqueued its copies or has given up: all have started them. False if
+  // it has not.
+  bool WaitUntilSettled(int me, std::chrono::milliseconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return num_settled_ == count(); });
+    return changed_.wait_for(lock, limit, [&] { return has_settled_[me].load(); });
   }
 
-  const int64_t run, site, visit;
+  // A place along the axis of the mesh, with the process that it belongs to.
+  std::string NameOf(int place) const {
+    return "place " + std::to_string(place) +
+           (IsHere(place) ? "" : " (process " + std::to_string(clique->processes[place]) + ")");
+  }
+
+  const CopyName name;
+  const CopyScope scope;
   const CopyClique* const clique;
   const bool is_gather;
   std::function<void(int me, const std::string& why)> tell;  // other processes; guarded like posts
@@ -219,12 +282,21 @@ class CopyJob {
     if (tell && IsHere(me)) tell(me, why);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (why_.empty()) why_ = why;
-    ++num_settled_;
+    if (!has_settled_[me].exchange(true)) ++num_settled_;
     changed_.notify_all();
+  }
+
+  // Who is missing; "" if nobody is.
+  std::string Missing(const std::atomic<bool>* have, const std::string& what) const {
+    std::string places;
+    for (int i = 0; i < count(); ++i)
+      if (!have[i]) places += (places.empty() ? "" : ", ") + NameOf(i);
+    return places.empty() ? "" : what + WithinLimit() + ": " + places;
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::atomic<bool> has_settled_[kMaxCopyDevices] = {};
   int num_settled_ = 0;
   std::string why_;
 };
@@ -237,40 +309,54 @@ class CopyBoard {
   using JobPointer = std::shared_ptr<Job>;
   using Jobs = std::vector<JobPointer>;
 
+  // Whether every device makes its calls in the order of the program, as GPUs do. CPUs make those
+  // that do not need each other in any order.
+  explicit CopyBoard(bool is_in_order) : is_in_order_(is_in_order) {}
+
   // A child that fork() made has neither the threads nor the devices of its parent. Its lock may be
   // held by a thread that the child lacks, so it calls nothing else here.
   bool IsForked() const { return getpid() != pid_; }
 
   // Tells other processes of the first failure of a clique; set before it starts copies.
-  std::function<void(int64_t run, const std::string& why)> tell_failure;
+  std::function<void(int64_t group, const std::string& why)> tell_failure;
 
   // Posts the arrays of a device. `*is_last`: all have come. Null with `*why` if the execution
   // failed.
   JobPointer Start(const CopyVisitor& who, bool is_gather, typename Job::Post post, bool* is_last,
                    std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_stopped_) FailLocked(who.run, kStopped);
-    if (HasFailed(who.run, why)) return nullptr;
+    if (is_stopped_) FailLocked(who.Scope(), kStopped);
+    if (HasFailed(who, why)) return nullptr;
     is_used_ = true;
-    const JobPointer job = PostLocked(who, Visit(who), is_gather, std::move(post), is_last, why);
+    bool is_clear = true;
+    const int64_t visit = Visit(who, &is_clear);
+    if (!is_clear) {
+      *why = Refuse(who,
+                    "a jitted function that copies is called several times in one program of "
+                    "several processes, whose CPU devices call it in any order: pass inline=True "
+                    "to jax.jit");
+      return nullptr;
+    }
+    const JobPointer job =
+        PostLocked(who, who.Name(visit), is_gather, std::move(post), is_last, why);
     if (job == nullptr) return nullptr;
-    started_[{who.me, who.run, job->posts[who.me].arrays.front().target}] = job;
+    started_[{who.Device(), who.execution, job->posts[who.me].arrays.front().target}] = job;
     return job;
   }
 
-  // The same for a device of another process, which says how many starts came before this one.
-  JobPointer StartElsewhere(const CopyVisitor& who, int64_t visit, bool is_gather,
+  // The same for a device of another process, which says the name of its start.
+  JobPointer StartElsewhere(const CopyVisitor& who, const CopyName& name, bool is_gather,
                             typename Job::Post post, bool* is_last, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (HasFailed(who.run, why)) return nullptr;
-    return PostLocked(who, visit, is_gather, std::move(post), is_last, why);
+    if (HasFailed(who, why)) return nullptr;
+    return PostLocked(who, name, is_gather, std::move(post), is_last, why);
   }
 
   // The job that a device started, by its first target. Null with `*why` if the execution failed.
   JobPointer Finish(const CopyVisitor& who, const char* target, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (HasFailed(who.run, why)) return nullptr;
-    const auto found = started_.find({who.me, who.run, target});
+    if (HasFailed(who, why)) return nullptr;
+    const auto found = started_.find({who.Device(), who.execution, target});
     if (found == started_.end()) {
       *why = FailureOf(who.me,
                        "a wait for copies that were not started, or whose target moved: "
@@ -282,19 +368,21 @@ class CopyBoard {
     return job;
   }
 
-  // A device cannot go on: nobody waits for it in this execution.
-  void Fail(int64_t run, const std::string& why) {
+  // A device cannot go on: nobody waits for it.
+  void Fail(const CopyScope& scope, const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    FailLocked(run, why);
+    FailLocked(scope, why);
   }
 
   // A device leaves its execution, which failed. Returns those of its jobs that all have started,
   // `waiting` too if it is one. `*why` becomes the first reason.
   Jobs Leave(const CopyVisitor& who, const JobPointer& waiting, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    FailLocked(who.run, *why);
-    *why = failures_[who.run];
-    Jobs jobs = Take(who.me, [&](int64_t run, const Job&) { return run == who.run; });
+    FailLocked(who.Scope(), *why);
+    Failure& failure = failures_[who.Scope()];
+    *why = failure.why;
+    failure.left.insert(who.Device());
+    Jobs jobs = Take(who.Device(), [&](int64_t execution) { return execution == who.execution; });
     if (waiting != nullptr && waiting->num_posted == waiting->count()) jobs.push_back(waiting);
     return jobs;
   }
@@ -303,15 +391,29 @@ class CopyBoard {
   // that their executions have ended on this device. Those that not all have started never will.
   Jobs TakeAbandoned(const CopyVisitor& who, const std::vector<CopyArray>& arrays, bool is_gather) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::set<int64_t> runs;
-    for (auto it = started_.lower_bound({who.me, INT64_MIN, nullptr});
-         it != started_.end() && std::get<0>(it->first) == who.me; ++it) {
-      const int64_t run = std::get<1>(it->first);
-      if (run != who.run && it->second->Overlaps(who.me, arrays, is_gather)) runs.insert(run);
+    std::map<int64_t, CopyScope> left;  // by execution
+    for (auto it = started_.lower_bound({who.Device(), INT64_MIN, nullptr});
+         it != started_.end() && std::get<0>(it->first) == who.Device(); ++it) {
+      const int64_t execution = std::get<1>(it->first);
+      if (execution != who.execution && it->second->Overlaps(who.me, arrays, is_gather))
+        left[execution] = it->second->scope;
     }
-    for (const int64_t run : runs)
-      FailLocked(run, FailureOf(who.me, "it left the program between start and wait"));
-    return Take(who.me, [&](int64_t run, const Job&) { return runs.count(run) > 0; });
+    for (const auto& [execution, scope] : left) FailLocked(scope, FailureOf(who.me, kLeft));
+    return Take(who.Device(), [&](int64_t execution) { return left.count(execution) > 0; });
+  }
+
+  // After an error of a program: whatever devices here have started and not waited for has no one
+  // who waits. Returns the jobs that all have started, each with the place of a device here.
+  std::vector<std::pair<JobPointer, int>> Abandon() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::pair<JobPointer, int>> jobs;
+    for (const auto& [key, job] : started_) {
+      const int me = std::get<0>(key).second;
+      FailLocked(job->scope, FailureOf(me, kLeft));
+      if (job->num_posted == job->count()) jobs.push_back({job, me});
+    }
+    started_.clear();
+    return jobs;
   }
 
   // Python ends: nothing starts from here on, and nobody waits for a device. Executions that are
@@ -323,35 +425,41 @@ class CopyBoard {
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     is_stopped_ = true;
-    while (!gathering_.empty()) FailLocked(gathering_.begin()->first.run, kStopped);
+    while (!gathering_.empty()) FailLocked(gathering_.begin()->second->scope, kStopped);
   }
 
  private:
-  struct Key {
-    int64_t run, site, visit;
-    bool operator<(const Key& other) const {
-      return std::tie(run, site, visit) < std::tie(other.run, other.site, other.visit);
-    }
+  using Device = std::pair<int64_t, int>;  // its group, and its place there
+
+  struct Failure {
+    std::string why;
+    std::set<Device> left;  // if they come again, then in another execution of the same number
   };
+
+  struct Visits {
+    int64_t execution, call, count;
+  };
+
   static constexpr size_t kMaxRuns = 64;  // more than any backend keeps in flight
   static constexpr const char* kStopped = "Python has ended, or is about to";
+  static constexpr const char* kLeft = "it left the program between start and wait";
 
   // Whether nobody waits; those that abandoned their copies do not.
   bool IsIdle() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& entry : started_)
-      if (failures_.count(std::get<1>(entry.first)) == 0) return false;
+    for (const auto& [key, job] : started_)
+      if (failures_.count(job->scope) == 0) return false;
     return gathering_.empty();
   }
 
   // Takes the entries of a device that are asked for. Returns their jobs that all have started.
   template <typename IsIt>
-  Jobs Take(int me, const IsIt& is_it) {
+  Jobs Take(const Device& device, const IsIt& is_it) {
     Jobs jobs;
-    auto it = started_.lower_bound({me, INT64_MIN, nullptr});
-    while (it != started_.end() && std::get<0>(it->first) == me) {
+    auto it = started_.lower_bound({device, INT64_MIN, nullptr});
+    while (it != started_.end() && std::get<0>(it->first) == device) {
       const JobPointer& job = it->second;
-      if (!is_it(std::get<1>(it->first), *job)) {
+      if (!is_it(std::get<1>(it->first))) {
         ++it;
         continue;
       }
@@ -361,64 +469,75 @@ class CopyBoard {
     return jobs;
   }
 
-  JobPointer PostLocked(const CopyVisitor& who, int64_t visit, bool is_gather,
+  JobPointer PostLocked(const CopyVisitor& who, const CopyName& name, bool is_gather,
                         typename Job::Post post, bool* is_last, std::string* why) {
-    const Key key{who.run, SiteOf(who), visit};
-    JobPointer& open = gathering_[key];
-    if (!open) open = std::make_shared<Job>(who, visit, is_gather);
+    JobPointer& open = gathering_[name];
+    if (!open) open = std::make_shared<Job>(who, name, is_gather);
     const JobPointer job = open;
-    if (!job->Fits(who, post) || job->is_gather != is_gather) {
-      FailLocked(who.run, FailureOf(who.me, "its copies are not those of the other devices"));
-      *why = failures_[who.run];
+    if (!job->Fits(who, post) || job->is_gather != is_gather || job->has_posted[who.me]) {
+      *why = Refuse(who, "its copies are not those of the other devices");
       return nullptr;
     }
     job->posts[who.me] = std::move(post);
     job->has_posted[who.me] = true;
     *is_last = ++job->num_posted == who.count;
-    if (*is_last) gathering_.erase(key);
+    if (*is_last) gathering_.erase(name);
     return job;
   }
 
-  // Starts between processes meet by their number alone; an execution has another one in each. No
-  // call site of one process is negative: its many executions would push that number out.
-  static int64_t SiteOf(const CopyVisitor& who) { return who.clique == nullptr ? who.site : -1; }
-
-  bool HasFailed(int64_t run, std::string* why) const {
-    const auto failed = failures_.find(run);
-    if (failed != failures_.end()) *why = failed->second;
-    return failed != failures_.end();
+  std::string Refuse(const CopyVisitor& who, const std::string& why) {
+    FailLocked(who.Scope(), FailureOf(who.me, why));
+    return failures_[who.Scope()].why;
   }
 
-  void FailLocked(int64_t run, const std::string& why) {
-    if (run < 0 && tell_failure && failures_.count(run) == 0) tell_failure(run, why);
-    failures_.insert({run, why});
-    const auto oldest = failures_.lower_bound(0);  // of executions; those of cliques are for good
+  bool HasFailed(const CopyVisitor& who, std::string* why) const {
+    const auto failed = failures_.find(who.Scope());
+    if (failed == failures_.end()) return false;
+    if (who.clique == nullptr && failed->second.left.count(who.Device()) > 0) return false;
+    *why = failed->second.why;
+    return true;
+  }
+
+  void FailLocked(const CopyScope& scope, const std::string& why) {
+    const bool is_clique = scope.first < 0;
+    if (is_clique && tell_failure && failures_.count(scope) == 0) tell_failure(scope.first, why);
+    failures_.insert({scope, {why, {}}});
+    const auto oldest = failures_.lower_bound({0, INT64_MIN});  // those of cliques are for good
     if (size_t(std::distance(oldest, failures_.end())) > kMaxRuns) failures_.erase(oldest);
-    auto it = gathering_.lower_bound({run, INT64_MIN, INT64_MIN});
-    while (it != gathering_.end() && it->first.run == run) {
-      it->second->Fail(why);
-      it = gathering_.erase(it);
+    for (auto it = gathering_.begin(); it != gathering_.end();) {
+      if (it->second->scope == scope) {
+        it->second->Fail(why);
+        it = gathering_.erase(it);
+      } else {
+        ++it;
+      }
     }
   }
 
-  int64_t Visit(const CopyVisitor& who) {
-    auto& runs = visits_[{SiteOf(who), who.me}];
-    for (auto& known : runs)
-      if (known.first == who.run) return ++known.second;
+  // How often a device has come to a call in this execution. `*is_clear` unless two calls have one
+  // name, and nothing tells which of them other processes call first.
+  int64_t Visit(const CopyVisitor& who, bool* is_clear) {
+    auto& runs = visits_[{who.Device(), who.Name(0).call}];
+    for (Visits& known : runs) {
+      if (known.execution != who.execution) continue;
+      *is_clear = is_in_order_ || who.clique == nullptr || known.call == who.call;
+      return ++known.count;
+    }
     if (runs.size() == kMaxRuns) runs.pop_front();
-    runs.emplace_back(who.run, 0);
+    runs.push_back({who.execution, who.call, 0});
     return 0;
   }
 
+  const bool is_in_order_;
   const pid_t pid_ = getpid();
   std::mutex mutex_;
   bool is_stopped_ = false;
   std::atomic<bool> is_used_{false};
-  std::map<Key, JobPointer> gathering_;  // not all devices have come
-  // By place, run and first target: what a device has started and not waited for.
-  std::map<std::tuple<int, int64_t, const char*>, JobPointer> started_;
-  std::map<int64_t, std::string> failures_;  // by execution
-  std::map<std::pair<int64_t, int>, std::deque<std::pair<int64_t, int64_t>>> visits_;
+  std::map<CopyName, JobPointer> gathering_;  // not all devices have come
+  // By device, execution and first target: what a device has started and not waited for.
+  std::map<std::tuple<Device, int64_t, const char*>, JobPointer> started_;
+  std::map<CopyScope, Failure> failures_;
+  std::map<std::pair<Device, int64_t>, std::deque<Visits>> visits_;
 };
 
 }  // namespace jdistadam

@@ -1,12 +1,13 @@
 // Copies between GPUs by their copy engines: copies.h.
 //
 // A start records "ready" on the stream of the program: earlier work, which may use the memory of
-// the targets, is done. A thread of each device pushes its parts, on a stream of its own, after
-// "ready" of all devices, and records "sent". A wait lets the stream of the program wait for "sent"
-// of all devices. No device waits on the host but for that threads have enqueued their copies.
+// the targets, is done. A thread of each device enqueues the copies into its targets, on a stream
+// of its own, after "ready" of all devices, and records "read". A wait lets the stream of the
+// program wait for "read" of all devices. No device waits on the host but for that threads have
+// enqueued their copies.
 //
-// Every device sends to the next one first, then to the one after it, and so on. If all begin
-// together, each receives from one at a time, at the speed of its link. In one process, copies
+// Every device reads from the one before it first, then from the one before that, and so on. If all
+// begin together, each is read by one at a time, at the speed of its link. In one process, copies
 // therefore begin when those before them are done on all devices.
 //
 // An event is recorded again only when its job has gone, so after all devices have enqueued their
@@ -82,28 +83,28 @@ class PooledEvent {
 // process: the driver crashes if another one waits for it. Devices of this process wait for plain
 // events of each other, and each opens the events of other processes itself.
 struct CopyEvents {
-  PooledEvent ready, sent, kept;          // kept: the part for itself
-  PooledEvent ready_shared, sent_shared;  // the same moments, for other processes if there are any
+  PooledEvent ready, read, kept;          // kept: the part of itself
+  PooledEvent ready_shared, read_shared;  // the same moments, for other processes if there are any
   std::map<int32_t, std::pair<cudaEvent_t, cudaEvent_t>> opened;  // of another process, by device
 
   cudaError_t Take(int32_t ordinal, bool is_shared) {
     cudaError_t error = cudaSuccess;
-    for (PooledEvent* event : {&ready, &sent, &kept})
+    for (PooledEvent* event : {&ready, &read, &kept})
       if (error == cudaSuccess) error = event->Take(ordinal, false);
-    for (PooledEvent* event : {&ready_shared, &sent_shared})
+    for (PooledEvent* event : {&ready_shared, &read_shared})
       if (error == cudaSuccess && is_shared) error = event->Take(ordinal, true);
     return error;
   }
 
   cudaError_t RecordReady(cudaStream_t stream) const { return Record(ready, ready_shared, stream); }
-  cudaError_t RecordSent(cudaStream_t stream) const { return Record(sent, sent_shared, stream); }
+  cudaError_t RecordRead(cudaStream_t stream) const { return Record(read, read_shared, stream); }
 
   // For which a device of this process waits.
   cudaEvent_t ReadyFor(int32_t ordinal) const {
     return opened.empty() ? ready.get() : opened.at(ordinal).first;
   }
-  cudaEvent_t SentFor(int32_t ordinal) const {
-    return opened.empty() ? sent.get() : opened.at(ordinal).second;
+  cudaEvent_t ReadFor(int32_t ordinal) const {
+    return opened.empty() ? read.get() : opened.at(ordinal).second;
   }
 
  private:
@@ -119,45 +120,70 @@ using CudaCopies = CopyBoard<CopyEvents>;
 using CudaCopyJob = CudaCopies::JobPointer;
 
 inline CudaCopies& CudaBoard() {
-  static auto* board = new CudaCopies;  // outlives threads at exit
+  static auto* board = new CudaCopies(/*is_in_order=*/true);  // outlives threads at exit
   return *board;
 }
 
-// If a GPU cannot say that its copies are done, they may still write memory that would be released,
-// and saved in a checkpoint: the process ends. CUDA asks for that after such errors in any case.
-inline void EndUnlessDone(cudaError_t error, int place) {
-  if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
+// Copies into memory that would be released, and saved in a checkpoint, cannot be ended: the
+// process ends. After errors CUDA asks for that in any case.
+[[noreturn]] inline void EndProcess(int place, const std::string& why) {
   std::fprintf(stderr,
                "jdistadam: the GPU at place %d along the axis of the mesh cannot finish its "
                "copies, which may still write memory: %s. The process ends. Start it again and "
                "restore a checkpoint.\n",
-               place, cudaGetErrorString(error));
+               place, why.c_str());
   std::fflush(stderr);
   std::abort();
 }
 
-// Waits until copies are done. If a process of the clique has died, the driver soon ends its
-// copies, and those that wait for its arrays never begin: their events do not happen.
-inline cudaError_t AwaitCopies(cudaEvent_t event, const CopyClique* clique) {
-  if (clique == nullptr) return cudaEventSynchronize(event);
-  cudaError_t error = cudaEventQuery(event);
-  for (int ms = 0; error == cudaErrorNotReady && !(clique->has_died && ms > 5000); ++ms) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    error = cudaEventQuery(event);
+// Asks again and again, until the limit, whether work of a GPU is done.
+template <typename Query>
+cudaError_t Poll(const Query& query, std::chrono::milliseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  auto pause = std::chrono::microseconds(10);
+  cudaError_t error = query();
+  while (error == cudaErrorNotReady && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, std::chrono::microseconds(1000));
+    error = query();
   }
-  return error == cudaErrorNotReady ? cudaSuccess : error;
+  return error;
 }
 
-// Waits until all copies of a job that all devices have started are done.
-inline void DrainCopies(CudaCopies::Job& job) {
-  job.WaitUntilSettled();
+// Waits until the copies of a job that all devices have started into the arrays of one are done,
+// and those of others from them. Ends the process if the first are not in time: they may go on. If
+// a process of the clique has died, copies that wait for its arrays never begin.
+inline void DrainCopies(CudaCopies::Job& job, int me) {
+  const auto grace = std::chrono::milliseconds(5000);
+  const auto has_died = [&] { return job.clique != nullptr && job.clique->has_died.load(); };
+  if (!job.WaitUntilSettled(me, WaitLimit()))
+    EndProcess(me, "the thread that enqueues them did not come to them " + WithinLimit());
+  const auto begin = std::chrono::steady_clock::now();
+  const auto is_over = [&](cudaEvent_t event) {
+    const cudaError_t error = cudaEventQuery(event);
+    const bool is_vain = has_died() && std::chrono::steady_clock::now() - begin > grace;
+    return error == cudaErrorNotReady && is_vain ? cudaSuccess : error;
+  };
+  for (const PooledEvent* event : {&job.posts[me].extra.read, &job.posts[me].extra.kept}) {
+    if (event->get() == nullptr) continue;
+    const cudaError_t error = Poll([&] { return is_over(event->get()); }, WaitLimit());
+    if (error == cudaErrorNotReady) {
+      std::string others;
+      for (int p = 0; p < job.count(); ++p)
+        if (p != me) others += (others.empty() ? "" : ", ") + job.NameOf(p);
+      EndProcess(me, "they were not done " + WithinLimit() + ", and wait for " + others);
+    }
+    if (error != cudaSuccess && error != cudaErrorCudartUnloading)
+      EndProcess(me, cudaGetErrorString(error));
+  }
   for (int p = 0; p < job.count(); ++p) {
+    if (p == me || !job.WaitUntilSettled(p, grace)) continue;
     const CopyEvents& events = job.posts[p].extra;
     const auto any = events.opened.begin();
-    const auto sent = any == events.opened.end() ? events.sent.get() : any->second.second;
-    for (const cudaEvent_t event : {sent, events.kept.get()})
-      if (event != nullptr) EndUnlessDone(AwaitCopies(event, job.clique), p);
+    const auto read = any == events.opened.end() ? events.read.get() : any->second.second;
+    if (read != nullptr) (void)Poll([&] { return is_over(read); }, grace);
   }
+  (void)cudaGetLastError();
 }
 
 // Names for profilers: of a thread, and of what it does during the life of the object.
@@ -173,7 +199,7 @@ class TraceRange {
 #ifdef JDISTADAM_HAS_NVTX
   explicit TraceRange(const CudaCopies::Job& job) {
     const char* kind = job.is_gather ? "jdistadam gather " : "jdistadam exchange ";
-    nvtxRangePushA((kind + std::to_string(job.site)).c_str());
+    nvtxRangePushA((kind + std::to_string(job.name.visit)).c_str());
   }
   ~TraceRange() { nvtxRangePop(); }
 #else
@@ -214,72 +240,73 @@ inline void* FindDriverFunction(const char* name, int version) {
   return is_found ? found : nullptr;
 }
 
-// The thread of one device that enqueues its copies, and its streams.
-class CopySender {
+// The thread of one device that enqueues the copies into its arrays, and its streams.
+class CopyReader {
  public:
   // That of a device, which is made at the first use.
-  static cudaError_t Of(int32_t ordinal, CopySender** found) {
-    All& all = TheSenders();
+  static cudaError_t Of(int32_t ordinal, CopyReader** found) {
+    All& all = TheReaders();
     const std::lock_guard<std::mutex> lock(all.mutex);
-    CopySender*& sender = all.by_ordinal[ordinal];
-    if (sender == nullptr) {
+    CopyReader*& reader = all.by_ordinal[ordinal];
+    if (reader == nullptr) {
       if (all.are_stopped) return cudaErrorCudartUnloading;
-      auto made = std::unique_ptr<CopySender>(new CopySender(ordinal));
+      auto made = std::unique_ptr<CopyReader>(new CopyReader(ordinal));
       for (cudaStream_t* stream : {&made->others_, &made->own_}) {
         const cudaError_t error = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking);
         if (error != cudaSuccess) return error;
       }
       try {
-        made->thread_ = std::thread([sender = made.get()] { sender->Run(); });
+        made->thread_ = std::thread([reader = made.get()] { reader->Run(); });
       } catch (const std::system_error&) {
         return cudaErrorOperatingSystem;
       }
-      sender = made.release();
+      reader = made.release();
     }
-    *found = sender;
+    *found = reader;
     return cudaSuccess;
   }
 
-  // Ends all threads, after what they have to send.
+  // Ends all threads, after what they have to enqueue.
   static void StopAll() {
-    All& all = TheSenders();
+    All& all = TheReaders();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.are_stopped = true;
-    for (auto& [ordinal, sender] : all.by_ordinal)
-      if (sender != nullptr) sender->Stop();
+    for (auto& [ordinal, reader] : all.by_ordinal)
+      if (reader != nullptr) reader->Stop();
   }
 
   cudaStream_t stream() const { return others_; }
 
   // After Stop, the device gives up.
-  void Send(const CudaCopyJob& job, int me) {
+  void Enqueue(const CudaCopyJob& job, int me) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_stopped_) return job->HasGivenUp(me, FailureOf(me, "Python has ended, or is about to"));
     jobs_.push_back({job, me});
-    changed_.notify_one();
+    changed_.notify_all();
   }
 
  private:
   struct All {
     std::mutex mutex;
-    std::map<int32_t, CopySender*> by_ordinal;
+    std::map<int32_t, CopyReader*> by_ordinal;
     bool are_stopped = false;
   };
 
-  static All& TheSenders() {
+  static All& TheReaders() {
     static auto* all = new All;
     return *all;
   }
 
-  explicit CopySender(int32_t ordinal) : ordinal_(ordinal) {}
+  explicit CopyReader(int32_t ordinal) : ordinal_(ordinal) {}
 
+  // A thread that hangs in the driver is left: Python ends nonetheless.
   void Stop() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      is_stopped_ = true;
-      changed_.notify_one();
-    }
-    if (thread_.joinable()) thread_.join();
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_stopped_ = true;
+    changed_.notify_all();
+    const bool has_ended = changed_.wait_for(lock, WaitLimit(), [&] { return has_ended_; });
+    lock.unlock();
+    if (thread_.joinable()) has_ended ? thread_.join() : thread_.detach();
   }
 
   void Run() {
@@ -289,7 +316,11 @@ class CopySender {
       {
         std::unique_lock<std::mutex> lock(mutex_);
         changed_.wait(lock, [&] { return is_stopped_ || !jobs_.empty(); });
-        if (jobs_.empty()) return;
+        if (jobs_.empty()) {
+          has_ended_ = true;
+          changed_.notify_all();
+          return;
+        }
         next = std::move(jobs_.front());
         jobs_.pop_front();
       }
@@ -304,17 +335,20 @@ class CopySender {
     if (job.clique != nullptr && job.clique->has_died)  // its copies would wait for ever
       return job.HasGivenUp(me, FailureOf(me, "another process has died"));
     cudaError_t error = cudaSetDevice(ordinal_);
-    if (error == cudaSuccess) error = Enqueue(job, me);
+    if (error == cudaSuccess) error = EnqueueAll(job, me);
     if (error == cudaSuccess) return job.HasIssued(me);
     (void)cudaGetLastError();
     const std::string why = FailureOf(me, cudaGetErrorString(error));
-    for (const cudaStream_t stream : {others_, own_})
-      EndUnlessDone(cudaStreamSynchronize(stream), me);
-    CudaBoard().Fail(job.run, why);
+    for (const cudaStream_t stream : {others_, own_}) {
+      const cudaError_t done = Poll([&] { return cudaStreamQuery(stream); }, WaitLimit());
+      if (done != cudaSuccess && done != cudaErrorCudartUnloading)
+        EndProcess(me, cudaGetErrorString(done));
+    }
+    CudaBoard().Fail(job.scope, why);
     job.HasGivenUp(me, why);
   }
 
-  cudaError_t Enqueue(const CudaCopies::Job& job, int me) {
+  cudaError_t EnqueueAll(const CudaCopies::Job& job, int me) {
     const CopyEvents& mine = job.posts[me].extra;
     cudaError_t error = cudaStreamWaitEvent(own_, mine.ready.get(), 0);
     for (int p = 0; p < job.count() && error == cudaSuccess; ++p)
@@ -323,8 +357,8 @@ class CopySender {
     if (error != cudaSuccess) return error;
     to_.clear(), from_.clear(), sizes_.clear();
     for (int distance = 0; distance < job.count(); ++distance) {
-      const int p = (me + distance) % job.count();
-      job.ForPieces(me, p, [&](const CopyPiece& piece) {
+      const int p = (me + job.count() - distance) % job.count();
+      job.ForPieces(p, me, [&](const CopyPiece& piece) {
         if (error != cudaSuccess) return;
         if (piece.rows == 1 && p != me) {
           to_.push_back(piece.to), sizes_.push_back(piece.run);
@@ -338,12 +372,12 @@ class CopySender {
         }
       });
     }
-    if (error == cudaSuccess) error = SendBatch();
-    if (error == cudaSuccess) error = mine.RecordSent(others_);
+    if (error == cudaSuccess) error = EnqueueBatch();
+    if (error == cudaSuccess) error = mine.RecordRead(others_);
     return error == cudaSuccess ? cudaEventRecord(mine.kept.get(), own_) : error;
   }
 
-  // Lets copies begin after the last ones of all devices. Only speed depends on it: senders may get
+  // Lets copies begin after the last ones of all devices. Only speed depends on it: readers may get
   // jobs of two executions in different orders, so none waits long for another one. Other processes
   // may have recorded their events again.
   cudaError_t WaitForLast() {
@@ -351,11 +385,11 @@ class CopySender {
     if (!last_->IsIssued(std::chrono::milliseconds(1))) return cudaSuccess;
     cudaError_t error = cudaSuccess;
     for (int p = 0; p < last_->count() && error == cudaSuccess; ++p)
-      error = cudaStreamWaitEvent(others_, last_->posts[p].extra.sent.get(), 0);
+      error = cudaStreamWaitEvent(others_, last_->posts[p].extra.read.get(), 0);
     return error;
   }
 
-  cudaError_t SendBatch() {
+  cudaError_t EnqueueBatch() {
     static const auto batch =
         reinterpret_cast<BatchFunction>(FindDriverFunction("cuMemcpyBatchAsync", 12080));
     static std::atomic<bool> works{batch != nullptr};
@@ -384,7 +418,7 @@ class CopySender {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::pair<CudaCopyJob, int>> jobs_;
-  bool is_stopped_ = false;
+  bool is_stopped_ = false, has_ended_ = false;
   CudaCopyJob last_;  // keeps its events
   std::thread thread_;
   std::vector<void*> to_, from_;

@@ -30,6 +30,8 @@ bool CanReach(int device, int peer);
 double LinkSpeed(int device, int peer);
 // Ends the threads that make copies between devices, or wait for them. No copy starts afterwards.
 void StopCopies();
+// After an error of a program: ends what its devices have started and nobody waits for.
+void AbandonCopies();
 // Whether devices of this process can write the memory of another one.
 bool ReachesProcess(int pid);
 // The name of a device in all processes of a host, and whether a device of this process can access

@@ -7,8 +7,7 @@
 // devices      numbers of the devices: group by group, and in each in the order of the parts. Local
 //              numbers, or JAX's plus kOfProcesses if the devices are of several processes.
 // per_group    how many devices copy among each other.
-// site         differs between the starts of a program.
-// limit_seconds   how long to wait for a device.
+// channel      of a start: its number in the program, equal in all processes that run it.
 // gathers      whether it is a gather; otherwise an exchange.
 // in_place     of a gather: the sources are the targets, aliased.
 // rows         of each source.
@@ -30,12 +29,15 @@ struct CopyStartAttributes {  // in the order of their decoding below
   int64_t per_group;
   bool gathers, in_place;
   ffi::Span<const int64_t> rows;
-  int64_t site;
+  int64_t channel;
+
+  // XLA keeps the attributes of each call instruction of a program once, for all its devices.
+  int64_t Call() const { return int64_t(reinterpret_cast<intptr_t>(rows.begin())); }
 };
 
 struct CopyWaitAttributes {
   ffi::Span<const int64_t> devices;
-  int64_t per_group, limit_seconds;
+  int64_t per_group;
 };
 
 }  // namespace jdistadam
@@ -45,11 +47,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyStartAttributes,
                                       StructMember<int64_t>("per_group"),
                                       StructMember<bool>("gathers"), StructMember<bool>("in_place"),
                                       StructMember<Span<const int64_t>>("rows"),
-                                      StructMember<int64_t>("site"));
+                                      StructMember<int64_t>("channel"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jdistadam::CopyWaitAttributes,
                                       StructMember<Span<const int64_t>>("devices"),
-                                      StructMember<int64_t>("per_group"),
-                                      StructMember<int64_t>("limit_seconds"));
+                                      StructMember<int64_t>("per_group"));
 
 namespace jdistadam {
 
@@ -61,8 +62,9 @@ struct CopyGroup {
   int me = -1;
   const CopyClique* clique = nullptr;  // if some devices are of other processes
 
-  CopyVisitor Visitor(int64_t run, int64_t site) const {
-    return {clique == nullptr ? run : clique->run, site, int(devices.size()), me, clique};
+  CopyVisitor Visitor(int64_t execution, int64_t call, int64_t channel) const {
+    const int64_t group = clique == nullptr ? index : clique->group;
+    return {group, execution, call, channel, int(devices.size()), me, clique};
   }
 };
 
@@ -119,19 +121,19 @@ inline ffi::Error CopiesAreLost(const std::string& why) {
 template <typename Board>
 ffi::Error LeaveCopies(Board& board, const CopyVisitor& who, std::string why,
                        const typename Board::JobPointer& waiting = nullptr) {
-  for (const auto& job : board.Leave(who, waiting, &why)) DrainCopies(*job);
+  for (const auto& job : board.Leave(who, waiting, &why)) DrainCopies(*job, who.me);
   return CopiesAreLost(why);
 }
 
-// Posts a start. `*job` is null if all have not come yet; otherwise the caller makes the copies.
+// Posts a start. `*is_last`: all have come, and the caller launches the job.
 template <typename Board, typename Processes, typename Extra>
 ffi::Error PostCopies(Board& board, Processes& processes, const CopyVisitor& who, bool gathers,
-                      std::vector<CopyArray> arrays, Extra extra, typename Board::JobPointer* job) {
-  for (const auto& left : board.TakeAbandoned(who, arrays, gathers)) DrainCopies(*left);
-  bool is_last = false;
+                      std::vector<CopyArray> arrays, Extra extra, typename Board::JobPointer* job,
+                      bool* is_last) {
+  for (const auto& left : board.TakeAbandoned(who, arrays, gathers)) DrainCopies(*left, who.me);
   std::string why;
   const auto start = [&] {
-    return board.Start(who, gathers, {std::move(arrays), std::move(extra)}, &is_last, &why);
+    return board.Start(who, gathers, {std::move(arrays), std::move(extra)}, is_last, &why);
   };
   if (who.clique == nullptr) {
     *job = start();
@@ -140,12 +142,8 @@ ffi::Error PostCopies(Board& board, Processes& processes, const CopyVisitor& who
   } else {
     why = FailureOf(who.me, why);
   }
-  if (*job == nullptr) return LeaveCopies(board, who, why);
-  if (!is_last) *job = nullptr;
-  return ffi::Error::Success();
+  return *job == nullptr ? LeaveCopies(board, who, why) : ffi::Error::Success();
 }
-
-constexpr int64_t kMaxLimitSeconds = 7 * 24 * 3600;  // far from the overflow of a clock
 
 inline ffi::Error ProcessIsForked() {
   return ffi::Error::Internal(
@@ -154,39 +152,34 @@ inline ffi::Error ProcessIsForked() {
 }
 
 template <typename Context>
-ffi::Error CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
-                            ffi::RunId run, int32_t ordinal, Context context) {
+auto CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
+                      ffi::RunId run, int32_t ordinal, Context context) {
   const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
-  const auto site =
-      group.clique == nullptr
-          ? int64_t(uint64_t(a.site) * a.devices.size() + uint64_t(group.index))
-          : ProcessesOf(context, group).CountStart(*group.clique, group.me, run.run_id);
-  const CopyVisitor who = group.Visitor(run.run_id, site);
+  const CopyVisitor who = group.Visitor(run.run_id, a.Call(), a.channel);
   a.devices = group.devices;
   auto& board = BoardOf(context, who);
-  if (board.IsForked()) return ProcessIsForked();
+  if (board.IsForked()) return IsOver(context, who, ProcessIsForked());
   std::vector<CopyArray> arrays;
   ffi::Error error = ReadCopies(a, args, rets, who.me, &arrays);
-  if (error.failure()) return LeaveCopies(board, who, FailureOf(who.me, error.message()));
+  if (error.failure())
+    return IsOver(context, who, LeaveCopies(board, who, FailureOf(who.me, error.message())));
   return StartCopies(context, who, a, std::move(arrays), ordinal);
 }
 
 template <typename Context>
-auto CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
-                     ffi::RunId run, int32_t ordinal, Context context) {
+ffi::Error CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
+                           ffi::RunId run, int32_t ordinal, Context context) {
   const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
-  const CopyVisitor who = group.Visitor(run.run_id, 0);
+  const CopyVisitor who = group.Visitor(run.run_id, 0, 0);
   auto& board = BoardOf(context, who);
-  if (board.IsForked()) return WaitIsOver(context, who, ProcessIsForked());
+  if (board.IsForked()) return ProcessIsForked();
   std::string why;
   ffi::Error error =
       rets.size() < 1 ? Invalid("a wait for copies needs targets") : CheckAliased(args, rets);
-  if (error.success() && (a.limit_seconds < 1 || a.limit_seconds > kMaxLimitSeconds))
-    error = Invalid("limit_seconds must be positive, and at most a week");
   if (error.failure()) why = FailureOf(who.me, error.message());
   const auto job = why.empty() ? board.Finish(who, DataOf(*GetBuffer(rets, 0)), &why) : nullptr;
-  if (job == nullptr) return WaitIsOver(context, who, LeaveCopies(board, who, why));
-  return WaitForCopies(context, who, job, std::chrono::seconds(a.limit_seconds));
+  if (job == nullptr) return LeaveCopies(board, who, why);
+  return WaitForCopies(context, who, job);
 }
 
 inline auto CopyStartBinding() {

@@ -66,13 +66,13 @@ static void Complete(ffi::Promise promise, ffi::Error error) {
 using CpuCopies = CopyBoard<char>;
 
 static CpuCopies& CpuBoard() {
-  static auto* board = new CpuCopies;  // outlives threads at exit
+  static auto* board = new CpuCopies(/*is_in_order=*/false);  // outlives threads at exit
   return *board;
 }
 
 static CpuCopies& BoardOf(const ffi::ThreadPool&, const CopyVisitor&) { return CpuBoard(); }
 
-// Writes into the memory of other processes, by the kernel: for tests, and slower than threads.
+// Reads the memory of other processes, by the kernel: for tests, and slower than threads.
 class CpuBackend {
  public:
   CpuCopies& board() { return CpuBoard(); }
@@ -102,7 +102,7 @@ static CopyProcesses<CpuCopies, CpuBackend>& CpuProcesses() {
 static auto& ProcessesOf(const ffi::ThreadPool&, const CopyGroup&) { return CpuProcesses(); }
 
 // Returns why it could not.
-static std::string Write(const CopyPiece& piece, pid_t pid) {
+static std::string Read(const CopyPiece& piece, pid_t pid) {
   for (size_t r = 0; r < piece.rows; ++r) {
     char* to = piece.to + r * piece.to_pitch;
     const char* from = piece.from + r * piece.from_pitch;
@@ -111,47 +111,40 @@ static std::string Write(const CopyPiece& piece, pid_t pid) {
       continue;
     }
     for (size_t done = 0; done < piece.run;) {
-      const iovec here{const_cast<char*>(from) + done, piece.run - done};
-      const iovec there{to + done, piece.run - done};
-      const ssize_t count = process_vm_writev(pid, &here, 1, &there, 1, 0);
-      if (count <= 0) return std::string("process_vm_writev: ") + std::strerror(errno);
+      const iovec here{to + done, piece.run - done};
+      const iovec there{const_cast<char*>(from) + done, piece.run - done};
+      const ssize_t count = process_vm_readv(pid, &here, 1, &there, 1, 0);
+      if (count <= 0) return std::string("process_vm_readv: ") + std::strerror(errno);
       done += size_t(count);
     }
   }
   return "";
 }
 
-// All devices of this process send.
+// Makes the copies into the arrays of all devices of this process.
 void CpuBackend::Launch(const CpuCopies::JobPointer& job) {
-  for (int from = 0; from < job->count(); ++from) {
-    if (!job->IsHere(from)) continue;
+  for (int to = 0; to < job->count(); ++to) {
+    if (!job->IsHere(to)) continue;
     std::string why;
-    for (int to = 0; to < job->count(); ++to) {  // its own part too, if it gathers
-      const pid_t pid = job->IsHere(to) ? 0 : CpuProcesses().peer(job->clique->processes[to]).pid;
+    for (int from = 0; from < job->count(); ++from) {  // its own part too, if it gathers
+      const bool is_here = job->IsHere(from);
+      const pid_t pid = is_here ? 0 : CpuProcesses().peer(job->clique->processes[from]).pid;
       job->ForPieces(from, to, [&](const CopyPiece& piece) {
-        if (why.empty()) why = Write(piece, pid);
+        if (why.empty()) why = Read(piece, pid);
       });
     }
-    if (!why.empty()) why = FailureOf(from, why);
-    if (!why.empty()) CpuBoard().Fail(job->run, why);
-    why.empty() ? job->HasIssued(from) : job->HasGivenUp(from, why);
+    if (!why.empty()) why = FailureOf(to, why);
+    if (!why.empty()) CpuBoard().Fail(job->scope, why);
+    why.empty() ? job->HasIssued(to) : job->HasGivenUp(to, why);
   }
 }
 
-static void DrainCopies(CpuCopies::Job& job) { job.WaitUntilSettled(); }
-
-// The last device that comes makes the copies of all.
-static ffi::Error StartCopies(ffi::ThreadPool&, const CopyVisitor& who,
-                              const CopyStartAttributes& a, std::vector<CopyArray> arrays,
-                              int32_t) {
-  CpuCopies::JobPointer job;
-  ffi::Error error =
-      PostCopies(CpuBoard(), CpuProcesses(), who, a.gathers, std::move(arrays), char{0}, &job);
-  if (job != nullptr) CpuProcesses().backend().Launch(job);
-  return error;
+// What writes the arrays of a device is in this process, and does not wait for others.
+static void DrainCopies(CpuCopies::Job& job, int me) {
+  job.WaitUntilSettled(me, std::chrono::hours(24));
 }
 
-static ffi::Future WaitIsOver(ffi::ThreadPool&, const CopyVisitor&, ffi::Error error) {
+static ffi::Future IsOver(ffi::ThreadPool&, const CopyVisitor&, ffi::Error error) {
   ffi::Promise promise;
   ffi::Future future(promise);
   Complete(std::move(promise), std::move(error));
@@ -188,20 +181,23 @@ class CopyWaiters {
   }
 };
 
-// A device waits for the others in its own thread, never in one of XLA's: XLA would lack that
-// thread for a collective concurrent with the step.
-static ffi::Future WaitForCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
-                                 const CpuCopies::JobPointer& job, std::chrono::seconds limit) {
-  if (job->IsIssued()) {
-    CpuProcesses().HasWaited(job);
-    return WaitIsOver(pool, who, ffi::Error::Success());
-  }
+// The last device that comes makes the copies of all. The others wait in threads of their own,
+// never in one of XLA's: XLA would lack that thread for a collective concurrent with the step.
+static ffi::Future StartCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
+                               const CopyStartAttributes& a, std::vector<CopyArray> arrays,
+                               int32_t) {
+  CpuCopies::JobPointer job;
+  bool is_last = false;
+  ffi::Error error = PostCopies(CpuBoard(), CpuProcesses(), who, a.gathers, std::move(arrays),
+                                char{0}, &job, &is_last);
+  if (error.failure()) return IsOver(pool, who, std::move(error));
+  if (is_last) CpuProcesses().backend().Launch(job);
+  if (job->IsIssued()) return IsOver(pool, who, ffi::Error::Success());
   ffi::Promise promise;
   ffi::Future future(promise);
   CopyWaiters::Add(1);
-  const ffi::Error error = InThread([promise, job, who, limit]() mutable {
-    const std::string why = job->WaitUntilIssued(limit);
-    if (why.empty()) CpuProcesses().HasWaited(job);
+  error = InThread([promise, job, who]() mutable {
+    const std::string why = job->WaitUntilIssued();
     Complete(std::move(promise),
              why.empty() ? ffi::Error::Success() : LeaveCopies(CpuBoard(), who, why, job));
     CopyWaiters::Add(-1);
@@ -214,12 +210,20 @@ static ffi::Future WaitForCopies(ffi::ThreadPool& pool, const CopyVisitor& who,
   return future;
 }
 
+static ffi::Error WaitForCopies(ffi::ThreadPool&, const CopyVisitor&,
+                                const CpuCopies::JobPointer& job) {
+  CpuProcesses().HasWaited(job);
+  return ffi::Error::Success();
+}
+
 void StopCopies() {
   if (CpuBoard().IsForked()) return;
   CpuBoard().Stop();
   CopyWaiters::WaitForNone();
   CpuProcesses().Stop();
 }
+
+void AbandonCopies() {}  // no start is over before its copies are
 
 void JoinProcesses(int me, const JoinedProcesses& joined) { CpuProcesses().Join(me, joined); }
 

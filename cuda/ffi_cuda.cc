@@ -64,10 +64,10 @@ static cudaError_t ReachPeers(const std::vector<int>& devices, int32_t ordinal) 
 
 static cudaError_t PrepareCopies(cudaStream_t stream, const std::vector<int>& ordinals,
                                  bool is_shared, int32_t ordinal, CopyEvents* events) {
-  CopySender* sender = nullptr;
+  CopyReader* reader = nullptr;
   cudaError_t error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = ReachPeers(ordinals, ordinal);
-  if (error == cudaSuccess) error = CopySender::Of(ordinal, &sender);
+  if (error == cudaSuccess) error = CopyReader::Of(ordinal, &reader);
   if (error == cudaSuccess) error = events->Take(ordinal, is_shared);
   return error == cudaSuccess ? events->RecordReady(stream) : error;
 }
@@ -85,7 +85,7 @@ static std::vector<int> OrdinalsOf(const CopyVisitor& who, const CopyStartAttrib
   return ordinals;
 }
 
-static ffi::Error WaitIsOver(cudaStream_t, const CopyVisitor&, ffi::Error error) { return error; }
+static ffi::Error IsOver(cudaStream_t, const CopyVisitor&, ffi::Error error) { return error; }
 
 static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
                               const CopyStartAttributes& a, std::vector<CopyArray> arrays,
@@ -97,25 +97,26 @@ static ffi::Error StartCopies(cudaStream_t stream, const CopyVisitor& who,
     return LeaveCopies(CudaBoard(), who, FailureOf(who.me, cudaGetErrorString(status)));
   if (who.clique != nullptr) CudaProcesses().backend().Uses(ordinal, stream);
   CudaCopyJob job;
+  bool is_last = false;
   ffi::Error error = PostCopies(CudaBoard(), CudaProcesses(), who, a.gathers, std::move(arrays),
-                                std::move(events), &job);
-  if (job == nullptr) return error;
+                                std::move(events), &job, &is_last);
+  if (error.failure() || !is_last) return error;
   if (job->clique != nullptr) {
     CudaProcesses().backend().Launch(job);
   } else {
-    for (int p = 0; p < job->count(); ++p) SendFrom(int32_t(a.devices[p]), job, p);
+    for (int p = 0; p < job->count(); ++p) EnqueueFor(int32_t(a.devices[p]), job, p);
   }
   return error;
 }
 
-static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, const CudaCopyJob& job,
-                                std::chrono::seconds limit) {
-  std::string why = job->WaitUntilIssued(limit);
+static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who,
+                                const CudaCopyJob& job) {
+  std::string why = job->WaitUntilIssued();
   if (why.empty()) {
     const int32_t ordinal = job->clique == nullptr ? 0 : job->clique->ordinals[who.me];
     cudaError_t status = cudaStreamWaitEvent(stream, job->posts[who.me].extra.kept.get(), 0);
     for (int p = 0; p < job->count() && status == cudaSuccess; ++p)
-      status = cudaStreamWaitEvent(stream, job->posts[p].extra.SentFor(ordinal), 0);
+      status = cudaStreamWaitEvent(stream, job->posts[p].extra.ReadFor(ordinal), 0);
     if (status != cudaSuccess) why = FailureOf(who.me, cudaGetErrorString(status));
     if (why.empty() && job->clique != nullptr) CudaProcesses().HasWaited(job);
   }
@@ -126,8 +127,13 @@ static ffi::Error WaitForCopies(cudaStream_t stream, const CopyVisitor& who, con
 void StopCopies() {
   if (CudaBoard().IsForked()) return;
   CudaBoard().Stop();
-  CopySender::StopAll();
+  CopyReader::StopAll();
   CudaProcesses().Stop();
+}
+
+void AbandonCopies() {
+  if (CudaBoard().IsForked()) return;
+  for (const auto& [job, me] : CudaBoard().Abandon()) DrainCopies(*job, me);
 }
 
 void JoinProcesses(int me, const JoinedProcesses& joined) { CudaProcesses().Join(me, joined); }

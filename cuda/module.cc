@@ -16,7 +16,10 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
   m.def("can_reach", &jdistadam::CanReach);
   m.def("link_speed", &jdistadam::LinkSpeed, nb::call_guard<nb::gil_scoped_release>());
+  m.def("set_wait_limit",
+        [](double seconds) { jdistadam::WaitLimitMs() = int64_t(seconds * 1000); });
   m.def("stop_copies", &jdistadam::StopCopies, nb::call_guard<nb::gil_scoped_release>());
+  m.def("abandon_copies", &jdistadam::AbandonCopies, nb::call_guard<nb::gil_scoped_release>());
   m.def("reaches_process", &jdistadam::ReachesProcess);
   m.def("name_of_device", &jdistadam::NameOfDevice);
   m.def("reaches_device", &jdistadam::ReachesDevice);

@@ -11,12 +11,13 @@
 //   waited   all devices of the process have enqueued their waits: events may be recorded again
 //   bye      the process copies no more, and why
 //
-// All devices of a *clique* start the same copies in one order, so starts meet by their number.
-// After a failure it makes no more copies: whoever has started one, or starts one, returns an error
-// with the first reason. A clique fails if a device of it fails, if a process cannot use what
-// another one posts, or if a process has gone. A socket that closes without "bye" belongs to a
-// process that has died. No process ends because of that, unless a GPU already waits for the one
-// that has died, in a copy or in a collective of XLA: nothing else ends such a wait.
+// Devices of several processes that copy among each other are a *clique*. Their processes run equal
+// programs, so starts meet by their names: CopyName. After a failure it makes no more copies:
+// whoever has started one, or starts one, returns an error with the first reason. A clique fails if
+// a device of it fails, if a process cannot use what another one posts, or if a process has gone. A
+// socket that closes without "bye" belongs to a process that has died. No process ends because of
+// that, unless a GPU already waits for the one that has died, in a copy or in a collective of XLA:
+// nothing else ends such a wait.
 #pragma once
 
 #include <fcntl.h>
@@ -224,8 +225,8 @@ struct JoinedProcesses {
 //
 //   Board& board()
 //   void Use(ordinals)                called first, by the thread that listens: this process's
-//   string Show(peers, target, bytes)     tells others of the memory of a target; why it cannot
-//   CopyAddress AddressOf(target)
+//   string Show(peers, source, bytes)     tells others of the memory of a source; why it cannot
+//   CopyAddress AddressOf(source)
 //   char* Reach(peer, address, bytes, why)   where this process reaches them; null if it cannot
 //   void Learn(peer, kind, reader)    a message on memory
 //   void PutExtra(writer, extra), bool GetExtra(peer, reader, extra*)
@@ -248,10 +249,15 @@ class CopyProcesses {
     if (pipe2(wake_, O_CLOEXEC) != 0) std::abort();
     pthread_atfork(nullptr, nullptr, &CopyProcesses::CloseInChild);
     Joined() = this;
-    backend_.board().tell_failure = [this](int64_t run, const std::string& why) {
-      TellFailure(run, why);
+    backend_.board().tell_failure = [this](int64_t group, const std::string& why) {
+      TellFailure(group, why);
     };
-    thread_ = std::thread([this] { Listen(); });
+    thread_ = std::thread([this] {
+      Listen();
+      const std::lock_guard<std::mutex> lock(mutex_);
+      has_listened_ = true;
+      listened_.notify_all();
+    });
   }
 
   // The number of a device of this process in programs of several processes; -1 if unknown.
@@ -277,25 +283,15 @@ class CopyProcesses {
       clique->ordinals.push_back(device.ordinal);
       hash = (hash ^ uint64_t(number)) * 1099511628211u;
     }
-    clique->run = int64_t(hash | (uint64_t{1} << 63));
+    clique->group = int64_t(hash | (uint64_t{1} << 63));
     return (cliques_[numbers] = std::move(clique)).get();
-  }
-
-  // How many starts of a device came before in its execution. Posts name it as their site: if one
-  // process gives an execution up, its next one does not meet the rest of the others'. Numbers of
-  // sites would not do: a process may have traced more programs than others.
-  int64_t CountStart(const CopyClique& clique, int me, int64_t execution) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto& [last, count] = starts_[{clique.run, me}];
-    if (last != execution) last = execution, count = 0;
-    return count++;
   }
 
   // Before a device of this process starts copies. Returns why it cannot.
   std::string Show(const CopyVisitor& who, bool is_gather, const std::vector<CopyArray>& arrays) {
     std::string why;
     for (const CopyArray& a : arrays)
-      if (why.empty()) why = backend_.Show(peers_, a.target, BytesOf(a, is_gather, who.count));
+      if (why.empty()) why = backend_.Show(peers_, a.source, BytesOf(a, is_gather, who.count));
     return why;
   }
 
@@ -305,7 +301,7 @@ class CopyProcesses {
   JobPointer Post(const CopyVisitor& who, const Start& start) {
     const std::lock_guard<std::mutex> lock(posting_);  // so that nothing is launched before
     for (const auto& [process, why] : gone_)
-      if (Has(*who.clique, process)) backend_.board().Fail(who.run, why);
+      if (Has(*who.clique, process)) backend_.board().Fail(who.Scope(), why);
     const JobPointer job = start();
     if (job != nullptr) TellPost(job, who.me);
     return job;
@@ -316,14 +312,14 @@ class CopyProcesses {
     bool is_last;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const auto record = records_.find({job->run, job->visit});
+      const auto record = records_.find(job->name);
       if (record == records_.end()) return;
       is_last = --record->second.num_to_wait == 0;
       ForgetIfDone(record);
     }
     if (!is_last) return;
     MessageWriter body;
-    TellAll(*job->clique, CopyMessage::kWaited, body.Put(job->run).Put(job->visit).bytes);
+    TellAll(*job->clique, CopyMessage::kWaited, body.Put(job->name).bytes);
   }
 
   // This process copies no more: it has "ended", or left for another reason.
@@ -333,8 +329,15 @@ class CopyProcesses {
       peer->Send(CopyMessage::kBye, MessageWriter().PutText(why).bytes);
     is_stopped_ = true;
     Wake();
+    {
+      std::unique_lock<std::mutex> lock(mutex_);  // the thread may hang in the driver
+      if (!listened_.wait_for(lock, WaitLimit(), [&] { return has_listened_; })) {
+        thread_.detach();
+        return;
+      }
+    }
     if (thread_.joinable()) thread_.join();
-    for (std::thread& thread : waiting_) thread.join();
+    for (std::thread& thread : waiting_) thread.join();  // for grace_seconds_ at most
     for (const auto& [process, peer] : peers_) close(peer->fd());
   }
 
@@ -345,12 +348,11 @@ class CopyProcesses {
   void TellPost(const JobPointer& job, int me) {
     Remember(job);
     MessageWriter body;
-    body.PutAll(job->clique->devices).Put(me).Put(job->visit).Put(job->site);
-    body.Put(uint8_t(job->is_gather));
+    body.PutAll(job->clique->devices).Put(me).Put(job->name).Put(uint8_t(job->is_gather));
     backend_.PutExtra(&body, job->posts[me].extra);
     body.Put(uint64_t(job->posts[me].arrays.size()));
     for (const CopyArray& a : job->posts[me].arrays) {
-      body.Put(backend_.AddressOf(a.target));
+      body.Put(backend_.AddressOf(a.source));
       body.Put(uint64_t(a.rows)).Put(uint64_t(a.run)).Put(uint64_t(a.pitch));
     }
     TellAll(*job->clique, CopyMessage::kPost, body.bytes);
@@ -362,7 +364,7 @@ class CopyProcesses {
     std::set<int> to_hear;    // processes whose devices have not all waited
     int num_to_wait;          // devices of this process that have not
   };
-  using Records = std::map<std::pair<int64_t, int64_t>, Record>;
+  using Records = std::map<CopyName, Record>;
 
   static CopyProcesses*& Joined() {
     static CopyProcesses* joined = nullptr;
@@ -378,7 +380,7 @@ class CopyProcesses {
   // Keeps a job, and with it its events, until all processes have waited for it.
   void Remember(const JobPointer& job) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Record& record = records_[{job->run, job->visit}];
+    Record& record = records_[job->name];
     if (record.job != nullptr) return;
     record.job = job;
     record.num_to_wait = 0;
@@ -391,14 +393,14 @@ class CopyProcesses {
       }
     }
     job->tell = [this, job = job.get()](int me, const std::string& why) {
-      TellIssued(*job->clique, job->visit, me, why);
+      TellIssued(*job->clique, job->name, me, why);
     };
   }
 
   // A device has enqueued its copies, or has given up.
-  void TellIssued(const CopyClique& clique, int64_t visit, int me, const std::string& why) {
+  void TellIssued(const CopyClique& clique, const CopyName& name, int me, const std::string& why) {
     MessageWriter body;
-    body.Put(clique.run).Put(visit).Put(me).PutText(why);
+    body.Put(name).Put(me).PutText(why);
     TellAll(clique, CopyMessage::kIssued, body.bytes);
   }
 
@@ -446,12 +448,12 @@ class CopyProcesses {
     }
   }
 
-  void TellFailure(int64_t run, const std::string& why) {
+  void TellFailure(int64_t group, const std::string& why) {
     MessageWriter body;
-    body.Put(run).PutText(why);
+    body.Put(group).PutText(why);
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [numbers, clique] : cliques_)
-      if (clique->run == run) TellAll(*clique, CopyMessage::kFailed, body.bytes);
+      if (clique->group == group) TellAll(*clique, CopyMessage::kFailed, body.bytes);
   }
 
   // Each of these returns why a message is of no use: it is not one of ours, so this process does
@@ -467,8 +469,9 @@ class CopyProcesses {
       case CopyMessage::kIssued:
         return HandleIssued(reader);
       case CopyMessage::kFailed: {
-        const auto run = reader.Get<int64_t>();
-        backend_.board().Fail(run, reader.GetText());
+        const auto group = reader.Get<int64_t>();
+        if (group >= 0) return "a failure of devices that are not of several processes";
+        backend_.board().Fail(CopyVisitor::ScopeOf(group), reader.GetText());
         return "";
       }
       case CopyMessage::kWaited:
@@ -485,12 +488,14 @@ class CopyProcesses {
     const bool is_too_many = numbers.size() > size_t(kMaxCopyDevices);
     const CopyClique* clique = is_too_many ? nullptr : CliqueOf(numbers);
     const int place = reader.Get<int>();
-    const auto visit = reader.Get<int64_t>(), site = reader.Get<int64_t>();
+    const auto name = reader.Get<CopyName>();
     const auto is_gather = reader.Get<uint8_t>();
     if (!reader.is_valid || is_gather > 1 || clique == nullptr || place < 0 ||
-        place >= int(numbers.size()) || clique->processes[place] != peer.process)
+        place >= int(numbers.size()) || clique->processes[place] != peer.process ||
+        name.group != clique->group)
       return "copies of devices that are not its own";
-    const CopyVisitor who{clique->run, site, int(numbers.size()), place, clique};
+    const CopyVisitor who{name.group,          name.execution, name.call, name.call,
+                          int(numbers.size()), place,          clique};
     typename Job::Post post{};
     std::string why = ReadPost(peer, reader, is_gather, who.count, &post);
     if (!reader.is_valid) return "a message of a wrong size";
@@ -498,14 +503,14 @@ class CopyProcesses {
     JobPointer job;
     if (why.empty()) {
       const std::lock_guard<std::mutex> lock(posting_);
-      job = backend_.board().StartElsewhere(who, visit, is_gather, std::move(post), &is_last, &why);
+      job = backend_.board().StartElsewhere(who, name, is_gather, std::move(post), &is_last, &why);
     } else {
       why = NameOf(peer) + " has posted " + why;
-      backend_.board().Fail(who.run, why);
+      backend_.board().Fail(who.Scope(), why);
     }
     if (job == nullptr) {  // the other process may have heard of all starts, and wait for copies
       for (int p = 0; p < who.count; ++p)
-        if (clique->processes[p] == kHere) TellIssued(*clique, visit, p, why);
+        if (clique->processes[p] == kHere) TellIssued(*clique, name, p, why);
       return "";
     }
     Remember(job);
@@ -520,37 +525,37 @@ class CopyProcesses {
     if (!backend_.GetExtra(peer, &reader, &post->extra)) why = "events that cannot be opened";
     const auto count = reader.Get<uint64_t>();
     for (uint64_t i = 0; i < count && reader.is_valid; ++i) {
-      const auto target = reader.Get<CopyAddress>();
+      const auto source = reader.Get<CopyAddress>();
       const auto rows = reader.Get<uint64_t>(), run = reader.Get<uint64_t>();
       CopyArray array{nullptr, nullptr, rows, run, reader.Get<uint64_t>()};
       const size_t bytes = BytesOf(array, is_gather, devices);
-      if (why.empty()) array.target = backend_.Reach(peer, target, bytes, &why);
+      if (why.empty()) array.source = backend_.Reach(peer, source, bytes, &why);
       post->arrays.push_back(array);
     }
     return why;
   }
 
   std::string HandleIssued(MessageReader& reader) {
-    const auto run = reader.Get<int64_t>(), visit = reader.Get<int64_t>();
+    const auto name = reader.Get<CopyName>();
     const int place = reader.Get<int>();
     const std::string why = reader.GetText();
     JobPointer job;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const auto record = records_.find({run, visit});
+      const auto record = records_.find(name);
       if (record == records_.end() || record->second.to_settle.erase(place) == 0) return "";
       job = record->second.job;
       ForgetIfDone(record);
     }
-    if (!why.empty()) backend_.board().Fail(run, why);
+    if (!why.empty()) backend_.board().Fail(job->scope, why);
     why.empty() ? job->HasIssued(place) : job->HasGivenUp(place, why);
     return "";
   }
 
   std::string HandleWaited(CopyPeer& peer, MessageReader& reader) {
-    const auto run = reader.Get<int64_t>(), visit = reader.Get<int64_t>();
+    const auto name = reader.Get<CopyName>();
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto record = records_.find({run, visit});
+    const auto record = records_.find(name);
     if (record == records_.end()) return "";
     record->second.to_hear.erase(peer.process);
     ForgetIfDone(record);
@@ -569,14 +574,14 @@ class CopyProcesses {
                              : !has_died           ? peer.left
                                                    : "died");
     std::vector<std::pair<JobPointer, int>> lost;
-    std::set<int64_t> runs;
+    std::set<CopyScope> failed;
     {
       const std::lock_guard<std::mutex> no_post(posting_);
       const std::lock_guard<std::mutex> lock(mutex_);
       gone_[peer.process] = why;
       for (const auto& [numbers, clique] : cliques_)
         if (peer.left.empty() && Has(*clique, peer.process)) {
-          runs.insert(clique->run);
+          failed.insert(CopyVisitor::ScopeOf(clique->group));
           if (has_died) clique->has_died = true;
         }
       for (auto& [key, record] : records_)  // one that ended has finished what it has started
@@ -584,10 +589,10 @@ class CopyProcesses {
           if (record.job->clique->processes[place] == peer.process) {
             record.to_settle.erase(place);
             lost.push_back({record.job, place});
-            runs.insert(record.job->run);
+            failed.insert(record.job->scope);
           }
     }
-    for (const int64_t run : runs) backend_.board().Fail(run, why);
+    for (const CopyScope& scope : failed) backend_.board().Fail(scope, why);
     for (const auto& [job, place] : lost) job->HasGivenUp(place, why);
     if (!peer.refused.empty()) {  // it has heard why
       peer.Send(CopyMessage::kBye, MessageWriter().PutText("left").bytes);
@@ -614,8 +619,10 @@ class CopyProcesses {
     _exit(1);
   }
 
+  // Of a source, from its first byte to its last.
   static size_t BytesOf(const CopyArray& a, bool is_gather, int devices) {
-    return a.rows * a.run * size_t(is_gather ? devices : devices - 1);
+    if (a.rows == 0 || a.run == 0) return 0;
+    return is_gather ? (a.rows - 1) * a.pitch + a.run : a.rows * a.run * size_t(devices);
   }
 
   static bool Has(const CopyClique& clique, int process) {
@@ -632,11 +639,11 @@ class CopyProcesses {
   std::map<int, std::string> gone_;  // why, by process; guarded by posting_
   std::map<std::vector<int64_t>, std::unique_ptr<CopyClique>> cliques_;
   Records records_;
-  // By clique and place: the execution, and its starts.
-  std::map<std::pair<int64_t, int>, std::pair<int64_t, int64_t>> starts_;
   std::atomic<bool> is_stopped_{false};
   int wake_[2] = {-1, -1};
   std::thread thread_;
+  bool has_listened_ = false;
+  std::condition_variable listened_;
   std::vector<std::thread> waiting_;  // for copies of processes that have died; of thread_
 };
 

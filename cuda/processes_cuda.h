@@ -1,7 +1,7 @@
 // Copies between GPUs of several processes: processes.h.
 //
-// A process exports each allocation under its arrays once, as a file descriptor; others map it, so
-// that their copy engines write into it. Events are passed by their handles.
+// A process exports each allocation under its sources once, as a file descriptor; others map it, so
+// that their copy engines read it: they cannot write it. Events are passed by their handles.
 #pragma once
 
 #include <cuda.h>
@@ -12,11 +12,11 @@
 
 namespace jdistadam {
 
-// Lets a device of this process send its parts. Its sender was made by its start.
-inline void SendFrom(int32_t ordinal, const CudaCopyJob& job, int place) {
-  CopySender* sender = nullptr;
-  (void)CopySender::Of(ordinal, &sender);
-  sender->Send(job, place);
+// Lets a device of this process read its parts. Its thread was made by its start.
+inline void EnqueueFor(int32_t ordinal, const CudaCopyJob& job, int place) {
+  CopyReader* reader = nullptr;
+  (void)CopyReader::Of(ordinal, &reader);
+  reader->Enqueue(job, place);
 }
 
 // The functions of the driver that share memory: modules do not link it.
@@ -108,7 +108,7 @@ class CudaBackend {
   }
 
   void PutExtra(MessageWriter* writer, const CopyEvents& events) {
-    for (const PooledEvent* event : {&events.ready_shared, &events.sent_shared}) {
+    for (const PooledEvent* event : {&events.ready_shared, &events.read_shared}) {
       cudaIpcEventHandle_t handle{};
       if (cudaIpcGetEventHandle(&handle, event->get()) != cudaSuccess) (void)cudaGetLastError();
       writer->Put(handle);
@@ -117,18 +117,18 @@ class CudaBackend {
 
   bool GetExtra(CopyPeer&, MessageReader* reader, CopyEvents* events) {
     const auto ready = reader->Get<cudaIpcEventHandle_t>();
-    const auto sent = reader->Get<cudaIpcEventHandle_t>();
+    const auto read = reader->Get<cudaIpcEventHandle_t>();
     for (const int ordinal : ordinals_) {
-      auto& [is_ready, is_sent] = events->opened[ordinal];
-      is_ready = Opened(ordinal, ready), is_sent = Opened(ordinal, sent);
-      if (is_ready == nullptr || is_sent == nullptr) return false;
+      auto& [is_ready, is_read] = events->opened[ordinal];
+      is_ready = Opened(ordinal, ready), is_read = Opened(ordinal, read);
+      if (is_ready == nullptr || is_read == nullptr) return false;
     }
     return true;
   }
 
   void Launch(const CudaCopyJob& job) {
     for (int p = 0; p < job->count(); ++p)
-      if (job->IsHere(p)) SendFrom(job->clique->ordinals[p], job, p);
+      if (job->IsHere(p)) EnqueueFor(job->clique->ordinals[p], job, p);
   }
 
   // The stream of a device here, on which it starts copies.
@@ -142,10 +142,10 @@ class CudaBackend {
     const auto ends = std::make_shared<std::vector<PooledEvent>>();
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [ordinal, stream] : streams_) {
-      CopySender* sender = nullptr;
-      if (cudaSetDevice(ordinal) != cudaSuccess || CopySender::Of(ordinal, &sender) != cudaSuccess)
+      CopyReader* reader = nullptr;
+      if (cudaSetDevice(ordinal) != cudaSuccess || CopyReader::Of(ordinal, &reader) != cudaSuccess)
         continue;
-      for (const cudaStream_t used : {stream, sender->stream()}) {
+      for (const cudaStream_t used : {stream, reader->stream()}) {
         PooledEvent end;
         if (end.Take(ordinal, false) == cudaSuccess &&
             cudaEventRecord(end.get(), used) == cudaSuccess)
@@ -184,7 +184,7 @@ class CudaBackend {
     driver->release(handle);  // the mapping keeps it
     std::vector<CUmemAccessDesc> access;
     for (const int i : ordinals_)
-      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, i}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, i}, CU_MEM_ACCESS_FLAGS_PROT_READ});
     if (error == CUDA_SUCCESS)
       error = driver->set_access(mapped->start, size, access.data(), access.size());
     if (error == CUDA_SUCCESS) {

@@ -21,6 +21,7 @@ from jdistadam.compose.wrappers import MultiSteps, apply_if_finite
 from jdistadam.core.codecs import BlockCodes
 from jdistadam.core.guards import DynamicLossScale, LossScaleState, NormGuard, NormGuardState
 from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.waits import set_wait_limit
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.gather_params import (
     gather_params,
@@ -109,6 +110,7 @@ __all__ = [  # noqa: RUF022 - by task
     "count_nonfinite",
     "nonfinite_paths",
     "SkipLimit",
+    "set_wait_limit",
     # The pieces of a training step, inside jax.shard_map.
     "local_params",
     "gather_params",

@@ -26,7 +26,7 @@ from jdistadam.checkpoint.contents import agreed_extra, contents_of
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
-from jdistadam.training.agreement import LATER_LIMIT_SECONDS, check_agreement
+from jdistadam.training.agreement import check_agreement, later_limit
 
 LOCK = ".jdistadam.lock"
 STALE_AFTER = 300.0  # seconds until a file of another machine no longer counts
@@ -413,7 +413,7 @@ def _on_first_process(folder: Path, function: Callable[[], None]) -> None:
     failure: Any = None
     if jax.process_count() > 1:  # what follows is a collective
         processes = range(jax.process_count())
-        check_agreement("save or Checkpointer", {}, processes, LATER_LIMIT_SECONDS)
+        check_agreement("save or Checkpointer", {}, processes, later_limit())
     if jax.process_index() == 0:
         try:
             function()

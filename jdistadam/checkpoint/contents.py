@@ -32,7 +32,7 @@ from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import AgreementError, DtypeError, TreeError
 from jdistadam.kernels.sharded_codes import encoded
-from jdistadam.training.agreement import LATER_LIMIT_SECONDS, check_agreement
+from jdistadam.training.agreement import check_agreement, later_limit
 from jdistadam.training.remembered import is_known
 from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
@@ -225,11 +225,11 @@ def agreed_extra(step: int | None, extra: Any) -> Extra | None:
     except TreeError as error:
         if several:  # which the others hear, instead of waiting
             with contextlib.suppress(AgreementError):
-                agree({EXTRA: f"{type(error).__name__}: {error}"}, limit=LATER_LIMIT_SECONDS)
+                agree({EXTRA: f"{type(error).__name__}: {error}"}, limit=later_limit())
         raise
     if several:
         facts = {"step": str(step)} | _facts_of(found)
-        agree(facts, limit=LATER_LIMIT_SECONDS)
+        agree(facts, limit=later_limit())
     return found
 
 

@@ -196,6 +196,7 @@ def make_primitive(
     batched: Rule | None = None,
     jvp: Rule | None = None,
     lowering: Rule | None = None,
+    is_cached: bool = True,
 ) -> Primitive:
     """Makes a primitive with several results.
 
@@ -206,12 +207,14 @@ def make_primitive(
       batched: Its rule under ``jax.vmap``, which otherwise raises.
       jvp: Its rule for differentiation, likewise.
       lowering: How it is compiled; None: as ``run``.
+      is_cached: Whether equal ones in a program may be compiled once, as a function.
     """
     made = Primitive(name)
     made.multiple_results = True
     made.def_impl(run)
     made.def_abstract_eval(types)
-    mlir.register_lowering(made, lowering or mlir.lower_fun(run, multiple_results=True))
+    rule = lowering or mlir.lower_fun(run, multiple_results=True)
+    mlir.register_lowering(made, rule, cacheable=is_cached)
     if batched is not None:
         batching.primitive_batchers[made] = batched
     if jvp is not None:

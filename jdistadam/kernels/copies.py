@@ -4,12 +4,15 @@
 kernel. Each is a start and a wait (cuda/ffi_copies.h). Where they are adjacent, nothing overlaps;
 training/overlap.py moves them apart. A wait takes the sources too, unless they are the targets, so
 that sources are neither freed nor overwritten before other devices have them.
+
+A start is a primitive of its own, because each needs a number in its program: a *channel*, as
+collectives have. JAX counts them while it lowers a program, so they are equal in all processes, and
+do not depend on what else a process has traced.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 from typing import Any
@@ -18,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistadam.core.collectives import make_primitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 
@@ -25,12 +29,7 @@ Groups = tuple[tuple[int, ...], ...]
 """Of devices that copy among each other: their local numbers, in the order of the parts."""
 
 START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
-"""The targets of the two calls."""
-
-LIMIT_SECONDS = 300
-"""How long a device waits for the others before it gives up."""
-
-_SITES = itertools.count(1)  # a number per traced start
+"""The targets of the two calls; the first one is also the name of a primitive."""
 
 
 def exchange(x: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
@@ -58,7 +57,7 @@ def gather(shard: jax.Array, *, dim: int, groups: Groups, to: str) -> jax.Array:
     shape = (*shard.shape[:dim], shard.shape[dim] * len(groups[0]), *shard.shape[dim + 1 :])
     target = native.type_like(shard, shape, shard.dtype)
     if to != "varying":
-        target = jax.ShapeDtypeStruct(shape, shard.dtype)
+        target = _equal(target)
     return _copied(shard, target, rows=math.prod(shard.shape[:dim]), gathers=True, groups=groups)
 
 
@@ -68,9 +67,15 @@ def gather_in_place(whole: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
     Returns:
       The array, equal on all devices.
     """
-    target = jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+    target = _equal(native.type_like(whole, whole.shape, whole.dtype))
     rows = math.prod(whole.shape[:dim])
     return _copied(whole, target, rows=rows, gathers=True, groups=groups, in_place=True)
+
+
+def _equal(kind: Any) -> Any:
+    """The type of an array that is equal on all devices."""
+    (made,) = jax.make_jaxpr(lambda: jnp.zeros(kind.shape, kind.dtype))().out_avals
+    return made
 
 
 def attempt(mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups) -> tuple[str, float]:
@@ -120,21 +125,60 @@ def _copied(
             "got jax.disable_jit(), expected jax.jit. "
             'Pass communication="xla" to distributed while you look for an error.'
         )
-    source, numbers = native.unfused(source), attributes_of(groups)
+    source = native.unfused(source)
     with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
-        start = jax.ffi.ffi_call(START, [target], input_output_aliases=_aliases(in_place, 1))
-        (started,) = start(
+        (started,) = start.bind(
             source,
-            **numbers,
-            gathers=np.bool_(gathers),
-            in_place=np.bool_(in_place),
-            rows=np.asarray([rows], np.int64),
-            site=np.int64(next(_SITES)),
+            types=(target,),
+            groups=groups,
+            rows=(rows,),
+            gathers=gathers,
+            in_place=in_place,
+            is_kept=False,
         )
         wait = jax.ffi.ffi_call(WAIT, [target], input_output_aliases={0: 0})
         sources = () if in_place else (source,)
-        (arrived,) = wait(started, *sources, **numbers, limit_seconds=np.int64(LIMIT_SECONDS))
+        (arrived,) = wait(started, *sources, **attributes_of(groups))
     return native.unfused(arrived)
+
+
+def _lower_start(
+    context: Any,
+    *operands: Any,
+    types: tuple[Any, ...],
+    groups: Groups,
+    rows: tuple[int, ...],
+    gathers: bool,
+    in_place: bool,
+    is_kept: bool,
+) -> Any:
+    aliases = _aliases(in_place, len(types))
+    lower = jax.ffi.ffi_lowering(START, has_side_effect=is_kept, operand_output_aliases=aliases)
+    return lower(
+        context,
+        *operands,
+        **attributes_of(groups),
+        gathers=np.bool_(gathers),
+        in_place=np.bool_(in_place),
+        rows=np.asarray(rows, np.int64),
+        channel=np.int64(context.module_context.new_channel()),
+    )
+
+
+def _run_start(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("copies between devices start in a compiled program")
+
+
+start = make_primitive(
+    START,
+    _run_start,
+    lambda *_, types, **__: list(types),
+    lowering=_lower_start,
+    is_cached=False,  # equal starts would be one function, with one channel
+)
+"""Starts copies: of sources with ``rows``, to arrays of some ``types``, which a wait takes.
+
+``is_kept``: XLA must neither leave it out nor move it."""
 
 
 def attributes_of(groups: Groups) -> dict[str, Any]:
@@ -153,15 +197,11 @@ def start_together(eqns: list[Any], values: list[Any]) -> list[jax.Array]:
     Returns:
       The target of each.
     """
-    attributes = [dict(eqn.params["attributes"]) for eqn in eqns]
-    given = {name: getattr(x, "val", x) for name, x in attributes[0].items()}
-    rows = np.concatenate([x["rows"].val for x in attributes])
-    types = [eqn.params["result_avals"][0] for eqn in eqns]
-    aliases = _aliases(bool(given["in_place"]), len(eqns))
-    # Otherwise XLA could start copies of parameters before a loop, and wait for them in it.
-    call = jax.ffi.ffi_call(START, types, has_side_effect=True, input_output_aliases=aliases)
-    site = np.int64(next(_SITES))  # XLA must not merge it with one that is recomputed
-    return list(call(*values, **given | {"rows": rows, "site": site}))
+    types = tuple(kind for eqn in eqns for kind in eqn.params["types"])
+    rows = tuple(n for eqn in eqns for n in eqn.params["rows"])
+    # Kept: XLA could start copies of parameters before a loop, and wait for them in it.
+    changed = dict(types=types, rows=rows, is_kept=True)
+    return list(start.bind(*values, **eqns[0].params | changed))
 
 
 def wait_together(
@@ -179,25 +219,19 @@ def wait_together(
     Returns:
       The targets, which have arrived.
     """
-    attributes = dict(eqns[0].params["attributes"])
-    _, in_place, _ = kind_of(eqns[0])
+    _, in_place, groups = kind_of(eqns[0])
     call = jax.ffi.ffi_call(
         WAIT, types, has_side_effect=True, input_output_aliases=_aliases(True, len(types))
     )
     sources = [] if in_place else sources
-    limit = np.int64(LIMIT_SECONDS)
-    numbers = {"devices": attributes["devices"].val, "per_group": attributes["per_group"]}
-    numbers = {name: getattr(x, "val", x) for name, x in numbers.items()}
-    return list(call(*targets, *sources, *after, **numbers, limit_seconds=limit))
+    return list(call(*targets, *sources, *after, **attributes_of(groups)))
 
 
 def is_start(eqn: Any, *, gathers: bool) -> bool:
     """Whether a traced equation starts a gather, or an exchange."""
-    return eqn.params.get("target_name") == START and kind_of(eqn)[0] == gathers
+    return eqn.primitive is start and kind_of(eqn)[0] == gathers
 
 
-def kind_of(eqn: Any) -> tuple[bool, bool, str]:
+def kind_of(eqn: Any) -> tuple[bool, bool, Groups]:
     """Returns whether a traced start gathers, or exchanges; whether in place; and the groups."""
-    attributes = dict(eqn.params["attributes"])
-    groups = attributes["devices"].val.reshape(-1, int(attributes["per_group"])).tolist()
-    return bool(attributes["gathers"]), bool(attributes["in_place"]), repr(groups)
+    return eqn.params["gathers"], eqn.params["in_place"], eqn.params["groups"]

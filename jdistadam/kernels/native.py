@@ -25,11 +25,13 @@ import jaxlib
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
+from jdistadam.core import waits
 from jdistadam.errors import NativeError
 
 PLATFORMS = ("cpu", "cuda")
 _MODULES = {"cpu": "jdistadam._cpu", "cuda": "jdistadam._cuda"}
 _XLA_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+_LOADED = list[Any]()  # compiled modules
 Arrays = TypeVar("Arrays")  # a tree
 
 
@@ -52,13 +54,28 @@ def status(platform: str) -> Status:
         return Status(False, _explain(platform, error))
     for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform=_XLA_PLATFORMS[platform])
+    waits.follow(module.set_wait_limit)
     atexit.register(_stop_copies, module)
+    _LOADED.append(module)
     return Status(True, module.build_info)
 
 
 def module_of(platform: str) -> Any:
     """Returns the compiled module of a platform whose ``status`` is available."""
     return importlib.import_module(_MODULES[platform])
+
+
+def call(program: Callable[..., Any], *args: Any) -> Any:
+    """Calls a compiled program that may copy between devices.
+
+    If it fails, no copy that it has started writes memory any more when the error leaves.
+    """
+    try:
+        return program(*args)
+    except Exception:
+        for module in _LOADED:
+            module.abandon_copies()
+        raise
 
 
 def _stop_copies(module: Any) -> None:

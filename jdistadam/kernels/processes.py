@@ -25,11 +25,9 @@ import jax
 
 import jdistadam
 from jdistadam import compat
+from jdistadam.core import waits
 from jdistadam.errors import AgreementError
 from jdistadam.kernels import native
-
-LIMIT_SECONDS = 300
-"""How long a process waits for the others to connect, as XLA's collectives do."""
 
 GRACE_SECONDS = 30
 """A process ends itself after its GPU has waited so long for a process that has died."""
@@ -113,12 +111,12 @@ def say_to_all(name: str, value: Any) -> dict[int, Any]:
     """
     store = compat.KeyValueStore(compat.coordination_client(), f"jdistadam/processes/{name}")
     store.put(str(jax.process_index()), value)
-    found = store.take_all(map(str, range(jax.process_count())), LIMIT_SECONDS)
+    found = store.take_all(map(str, range(jax.process_count())), waits.wait_limit())
     missing = [process for process, said in found.items() if said is None]
     if missing:
         raise AgreementError(
             f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}: did not connect for "
-            f"copies within {LIMIT_SECONDS} s: got no word, expected the same call of distributed "
+            f"copies within {waits.wait_limit():g} s: got no word, expected the same call of distributed "
             "in every process. Look into the log of that process: it has ended, or does something "
             "else."
         )

@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import hashlib
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,17 +22,11 @@ import numpy as np
 
 import jdistadam
 from jdistadam import compat
-from jdistadam.core import trees
+from jdistadam.core import trees, waits
 from jdistadam.core.trees import Params
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout_text import differences
 from jdistadam.errors import AgreementError
-
-LIMIT_SECONDS = 300
-"""How long processes wait for the slowest one to reach a call for the first time."""
-
-LATER_LIMIT_SECONDS = 1800
-"""How long they wait before a later evaluation or save."""
 
 # How many agreements each set of processes has made; its processes make them in the same order.
 _NUMBERS: collections.defaultdict[tuple[int, ...], itertools.count[int]] = collections.defaultdict(
@@ -66,8 +59,8 @@ def agree(
       params: Global params, or their shapes.
       facts: Returns the function's own arguments as texts by name.
       lower: Lowers the program. An exception becomes a fact for the other processes.
-      batch: The batch of this process. Its arrays may have other sizes in each process: then
-        programs differ, and are not compared.
+      batch: The batch of this process. Over XLA's collectives its arrays may have other sizes in
+        each process: then programs differ, and are not compared. Copies need equal programs.
 
     Raises:
       AgreementError: Processes differ, or one does not come.
@@ -78,7 +71,12 @@ def agree(
     found = _facts_of(config, params) | facts()
     if lower is not None:
         leaves = dict(zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True))
-        lines = [f"{path} {x.dtype} of {x.ndim} dimensions" for path, x in leaves.items()]
+        is_copied = config.communication.transport == "peer"
+        sizes = {
+            path: f"shape {x.shape}" if is_copied else f"{x.ndim} dimensions"
+            for path, x in leaves.items()
+        }
+        lines = [f"{path} {x.dtype} of {sizes[path]}" for path, x in leaves.items()]
         found["batch"] = "\n".join(lines)
         shapes = [x.shape for x in leaves.values()]
         found[f"{_PROGRAM} for shapes {shapes}"] = _program(lower)
@@ -93,7 +91,12 @@ def agree_again(call: str, config: DistributedConfig) -> None:
     """
     processes = processes_of(config)
     if len(processes) > 1:
-        check_agreement(call, {}, processes, LATER_LIMIT_SECONDS)
+        check_agreement(call, {}, processes, later_limit())
+
+
+def later_limit() -> float:
+    """Returns for how many seconds processes wait before a later evaluation or save."""
+    return waits.LATER * waits.wait_limit()
 
 
 def _facts_of(config: DistributedConfig, params: Params) -> Facts:
@@ -159,14 +162,13 @@ def values_of(**given: Any) -> Facts:
 def _program(lower: Callable[[], Any]) -> str:
     """The digest of a program, or the error of lowering it, which the caller will see again."""
     try:
-        text = re.sub(r"\bsite = \d+", "", lower().as_text())  # kernels/copies.py counts all traces
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(lower().as_text().encode()).hexdigest()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 def check_agreement(
-    call: str, facts: Facts, processes: Sequence[int], limit: int | None = None
+    call: str, facts: Facts, processes: Sequence[int], limit: float | None = None
 ) -> None:
     """Returns when all processes make the same call with the same facts; call it in each of them.
 
@@ -174,7 +176,7 @@ def check_agreement(
       call: What this process is about to call.
       facts: The facts of this process.
       processes: The participating processes.
-      limit: For how many seconds the first process waits. None: ``LIMIT_SECONDS``.
+      limit: For how many seconds the first process waits. None: ``waits.wait_limit()``.
 
     Raises:
       AgreementError: A process sends another call or other facts, or does not come.
@@ -182,7 +184,7 @@ def check_agreement(
     client = compat.coordination_client()
     if client is None:
         return
-    limit = limit or LIMIT_SECONDS
+    limit = limit or waits.wait_limit()
     number = next(_NUMBERS[tuple(processes)])
     store, leader = _store(client, processes, number), processes[0]
     store.put(str(jax.process_index()), {_CALL: call} | facts)
@@ -209,7 +211,7 @@ def _store(client: Any, processes: Sequence[int], number: int) -> compat.KeyValu
     return compat.KeyValueStore(client, f"jdistadam/agreement/{digest}")
 
 
-def _verdict(call: str, said: dict[int, Facts | None], limit: int) -> str:
+def _verdict(call: str, said: dict[int, Facts | None], limit: float) -> str:
     """The error message; empty if all agree."""
     missing = [process for process, facts in said.items() if facts is None]
     if missing:
@@ -224,9 +226,9 @@ def _verdict(call: str, said: dict[int, Facts | None], limit: int) -> str:
     return ""
 
 
-def _missing(call: str, processes: Sequence[int], limit: int) -> str:
+def _missing(call: str, processes: Sequence[int], limit: float) -> str:
     return (
-        f"{_names(processes)}: did not come to {call} within {limit} s: got no word, "
+        f"{_names(processes)}: did not come to {call} within {limit:g} s: got no word, "
         "expected the same calls in turn in every process. "
         "Look into the log of that process: it has ended, or does something else."
     )

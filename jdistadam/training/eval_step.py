@@ -26,6 +26,7 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import PolicyError
+from jdistadam.kernels import native
 from jdistadam.training.agreement import agree, agree_again, texts_of
 from jdistadam.training.local_gradients import Forward, mean_loss
 from jdistadam.training.loss import LossFunction
@@ -149,7 +150,7 @@ class EvalStep:
             lower = functools.partial(self._jitted.lower, state, batch)
             agree("eval_step", self.tx.config, state.params, facts, lower, batch)
             self._has_agreed = True
-        return self._jitted(state, batch)
+        return native.call(self._jitted, state, batch)
 
 
 def eval_step(

@@ -31,6 +31,7 @@ from jdistadam.distributed.schedule import MERGED_BYTES
 from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
+from jdistadam.kernels import native
 from jdistadam.training.agreement import agree, texts_of
 from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import check_model_axes
@@ -209,7 +210,7 @@ class TrainStep:
             leaves = jax.tree.leaves(state.params)
         batch = self._apart(batch, state)
         flat = dataclasses.replace(state, params=Leaves(leaves, treedef))
-        new, metrics = self._jitted(flat, batch)
+        new, metrics = native.call(self._jitted, flat, batch)
         leaves = new.params.leaves
         new = dataclasses.replace(new, params=jax.tree.unflatten(treedef, leaves))
         return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
