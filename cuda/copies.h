@@ -478,11 +478,32 @@ class CopyBoard {
       *why = Refuse(who, "its copies are not those of the other devices");
       return nullptr;
     }
+    if (const JobPointer other = Crossing(who, *job)) {
+      const auto is_other = [&](int p) { return other->has_posted[p] && !job->has_posted[p]; };
+      int place = 0;
+      while (!is_other(place)) ++place;
+      *why =
+          Refuse(who, job->NameOf(place) + " runs another program, or programs in another order");
+      return nullptr;
+    }
     job->posts[who.me] = std::move(post);
     job->has_posted[who.me] = true;
     *is_last = ++job->num_posted == who.count;
     if (*is_last) gathering_.erase(name);
     return job;
+  }
+
+  // Another execution whose devices wait for this one in it, while this one waits for them here:
+  // each of them makes its calls in order, so none would ever come.
+  JobPointer Crossing(const CopyVisitor& who, const Job& job) const {
+    if (!is_in_order_ || who.clique == nullptr) return nullptr;
+    for (const auto& [name, other] : gathering_) {
+      if (other->scope != job.scope || name.execution == job.name.execution) continue;
+      if (other->has_posted[who.me]) continue;
+      for (int p = 0; p < job.count(); ++p)
+        if (other->has_posted[p] && !job.has_posted[p]) return other;
+    }
+    return nullptr;
   }
 
   std::string Refuse(const CopyVisitor& who, const std::string& why) {

@@ -470,7 +470,8 @@ class CopyProcesses {
         return HandleIssued(reader);
       case CopyMessage::kFailed: {
         const auto group = reader.Get<int64_t>();
-        if (group >= 0) return "a failure of devices that are not of several processes";
+        if (reader.is_valid && group >= 0)
+          return "a failure of devices that are not of several processes";
         backend_.board().Fail(CopyVisitor::ScopeOf(group), reader.GetText());
         return "";
       }

@@ -248,7 +248,7 @@ def remat_policy(primitive: Any, *_: Any, **params: Any) -> bool:
       >>> jax.grad(lambda w: f(w, jnp.ones((1, 2))).sum())(jnp.zeros((2, 2))).tolist()
       [[1.0, 1.0], [1.0, 1.0]]
     """
-    is_copy = params.get("target_name", primitive.name) in (copies.START, copies.WAIT)
+    is_copy = params.get("target_name") in (copies.START, copies.WAIT)
     return primitive.name not in _GATHERED_AGAIN and not is_copy
 
 

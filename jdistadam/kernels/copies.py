@@ -29,7 +29,7 @@ Groups = tuple[tuple[int, ...], ...]
 """Of devices that copy among each other: their local numbers, in the order of the parts."""
 
 START, WAIT = "jdistadam_copy_start", "jdistadam_copy_wait"
-"""The targets of the two calls; the first one is also the name of a primitive."""
+"""The targets of the two calls."""
 
 
 def exchange(x: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
@@ -129,6 +129,7 @@ def _copied(
     with jax.named_scope("jdistadam/gather" if gathers else "jdistadam/exchange"):
         (started,) = start.bind(
             source,
+            target_name=START,
             types=(target,),
             groups=groups,
             rows=(rows,),
@@ -145,6 +146,7 @@ def _copied(
 def _lower_start(
     context: Any,
     *operands: Any,
+    target_name: str,
     types: tuple[Any, ...],
     groups: Groups,
     rows: tuple[int, ...],
@@ -153,7 +155,7 @@ def _lower_start(
     is_kept: bool,
 ) -> Any:
     aliases = _aliases(in_place, len(types))
-    lower = jax.ffi.ffi_lowering(START, has_side_effect=is_kept, operand_output_aliases=aliases)
+    lower = jax.ffi.ffi_lowering(target_name, has_side_effect=is_kept, operand_output_aliases=aliases)
     return lower(
         context,
         *operands,
@@ -170,7 +172,7 @@ def _run_start(*_: Any, **__: Any) -> Any:
 
 
 start = make_primitive(
-    START,
+    "start_copies",
     _run_start,
     lambda *_, types, **__: list(types),
     lowering=_lower_start,
@@ -178,7 +180,7 @@ start = make_primitive(
 )
 """Starts copies: of sources with ``rows``, to arrays of some ``types``, which a wait takes.
 
-``is_kept``: XLA must neither leave it out nor move it."""
+``target_name`` is that of the call, as those of other calls; ``is_kept``: XLA must neither leave it out nor move it."""
 
 
 def attributes_of(groups: Groups) -> dict[str, Any]:

@@ -284,7 +284,7 @@ class _Evaluation:
         self._known = dict(zip(self._jaxpr.constvars, traced.consts, strict=True))
         self._known |= zip(self._jaxpr.invars, args, strict=True)
         self._made_by = {v: i for i, eqn in enumerate(self._eqns) for v in eqn.outvars}
-        targets = [x.params.get("target_name", x.primitive.name) for x in self._eqns]
+        targets = [x.params.get("target_name") for x in self._eqns]
         live, self._used = self._live()  # XLA could not leave out a start that travels with others
         self._is_start = [x == copies.START and i in live for i, x in enumerate(targets)]
         self._is_wait = [x == copies.WAIT for x in targets]

@@ -167,5 +167,5 @@ def test_a_failure_is_told_to_other_processes():
     outputs = [process.communicate(timeout=100)[0] for process in running]
     for output in outputs:
         skip_if_forbidden(output)
-        said = re.search(r"after (\d+) s: .*copies are not those of the other devices", output)
+        said = re.search(r"after (\d+) s: .*did not come within 5 s: place \d \(process \d", output)
         assert said and int(said[1]) < 30, output[-3000:]

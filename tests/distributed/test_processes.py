@@ -12,6 +12,7 @@ import pytest
 
 import jdistadam as jda
 from jdistadam import compat
+from jdistadam.core import waits
 from jdistadam.kernels import processes
 from jdistadam.training.agreement import check_agreement
 from support.free_port import free_port
@@ -161,7 +162,7 @@ def test_the_limit_is_for_all_missing_processes_together(monkeypatch):
     assert 900 <= store.waited < 1100
     store.waited = 0
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr(processes, "LIMIT_SECONDS", 1)
+    monkeypatch.setattr(waits, "_limit", 1.0)
     for _ in range(2):  # again, after it has failed
         with pytest.raises(jda.errors.AgreementError, match="processes 1, 2, 3: did not connect"):
             processes.say_to_all("planted", 0)

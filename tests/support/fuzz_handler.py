@@ -138,7 +138,7 @@ def copies_calls(draw):
         aliases={i: i for i in range(len(rows))} if in_place else {},
         attributes=dict(
             **devices, gathers=np.bool_(gathers), in_place=np.bool_(in_place),
-            rows=np.asarray(rows, np.int64), site=np.int64(1),
+            rows=np.asarray(rows, np.int64), channel=np.int64(1),
         ),
     )  # fmt: skip
     kind = draw(st.sampled_from(["start", "wait", "start", "wait", "wrong rows", "no start"]))
@@ -150,7 +150,7 @@ def copies_calls(draw):
     wait = dict(
         name="copy_wait", operands=[*targets, *([] if in_place else sources), *order],
         results=list(targets), aliases={i: i for i in range(len(rows))},
-        attributes=dict(**devices, limit_seconds=np.int64(1)),
+        attributes=devices,
         start=None if kind == "no start" else start,
     )  # fmt: skip
     return with_mistakes(draw, wait)
@@ -347,14 +347,14 @@ FIELDS = collections.defaultdict(
     sum=["flat", "contributions", "mode"],
     sum_parts=["per_group"],
     step_parts=["flags", "summed", "whole", "per_group"],
-    copy_start=["site", "gathers", "in_place", "per_group"],
-    copy_wait=["limit_seconds", "per_group"],
+    copy_start=["channel", "gathers", "in_place", "per_group"],
+    copy_wait=["per_group"],
 )
 
 
 def change_number(draw, call):
     for name in draw(st.permutations(FIELDS[call["name"]]))[:1]:
-        if name in ("site", "limit_seconds"):
+        if name == "channel":
             value = np.int64(draw(integers))
         elif name == "per_group":
             value = np.int64(draw(st.integers(-1, 4)))
@@ -490,7 +490,6 @@ def check_start(call):
 def check_wait(call):
     """After its start; of the devices only the place of this one is read."""
     assert call["start"] is not None and group_of(call["attributes"])[:1] == [0], call
-    assert 1 <= call["attributes"]["limit_seconds"] <= 7 * 24 * 3600, call
     assert_aliased(call)
 
 
@@ -622,7 +621,6 @@ def program_of(call):
         aliases = {i: i for i in range(len(call["results"]))}
         attributes = dict(devices=np.asarray([0]), per_group=np.int64(1))  # if the start has none
         attributes |= {name: x for name, x in call["attributes"].items() if name in attributes}
-        attributes["limit_seconds"] = np.int64(1)
         wait = dict(
             name="copy_wait", results=call["results"], aliases=aliases, attributes=attributes
         )

@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402
 
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=5)
 
+from jdistadam.core import waits  # noqa: E402
 from jdistadam.kernels import copies, processes  # noqa: E402
 
 if why := processes.join("cpu").why_not:
@@ -39,6 +40,7 @@ def run(size):
 
 found = run(8)
 assert all((np.asarray(x.data) == np.arange(32)).all() for x in found.addressable_shards)
+waits.set_wait_limit(5)
 begin = time.monotonic()
 try:
     run(8 if index == 0 else 16)

@@ -30,7 +30,7 @@ from jdistadam.kernels import copies, processes  # noqa: E402
 processes.GRACE_SECONDS = 1
 if what == "comes late":
     jax.devices(platform)  # which waits for the other process
-    processes.LIMIT_SECONDS = 30 if is_other else 1
+    jda.set_wait_limit(30 if is_other else 1)
     time.sleep(4 * is_other)
 if what == "cannot copy" and is_other:
     copies.attempt = lambda *_: ("a planted reason", 0.0)

@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=2)
 
 import jdistadam as jda  # noqa: E402
-from jdistadam.training import agreement  # noqa: E402
+from jdistadam.core import waits  # noqa: E402
 
 is_other = index == 1
 version = jda.__version__
@@ -120,8 +120,8 @@ def move_extra(state, tx, epoch):
 
 
 for what in whats:
-    agreement.LIMIT_SECONDS = 2 if what == "never comes" else 60
-    agreement.LATER_LIMIT_SECONDS = 3 if what == "evaluation" else 60
+    jda.set_wait_limit(2 if what == "never comes" else 60)
+    waits.LATER = 0.05 if what == "evaluation" else 6
     try:
         print(f"{what} -> loss {run(what)}", flush=True)
     except jda.errors.AgreementError as error:

@@ -5,7 +5,7 @@
 //       -o /tmp/processes
 //   /tmp/processes
 //
-// tests/kernels/test_driver.py does so. With --plant a device says that it has sent its parts
+// tests/kernels/test_driver.py does so. With --plant a device says that it has read its parts
 // before it does: that must be seen.
 
 #include "processes.h"
@@ -47,12 +47,12 @@ class Backend {
   }
 
   void Launch(const Board::JobPointer& job) {
-    for (int from = 0; from < job->count(); ++from) {
-      if (!job->IsHere(from)) continue;
-      if (planted) job->HasIssued(from);
-      for (int to = 0; to < job->count(); ++to)
+    for (int to = 0; to < job->count(); ++to) {
+      if (!job->IsHere(to)) continue;
+      if (planted) job->HasIssued(to);
+      for (int from = 0; from < job->count(); ++from)
         job->ForPieces(from, to, [](const CopyPiece& x) { std::memcpy(x.to, x.from, x.run); });
-      if (!planted) job->HasIssued(from);
+      if (!planted) job->HasIssued(to);
     }
   }
 
@@ -62,7 +62,7 @@ class Backend {
   std::atomic<int> num_waits{0};  // how often something is under way after a death
 
  private:
-  Board board_;
+  Board board_{true};
 };
 
 // Processes with sockets between every two. One that is not joined has sockets alone.
@@ -101,9 +101,10 @@ class Device {
         place_(place) {}
 
   // Sends part i of each half of `source` to device i. Returns why it cannot.
-  std::string Start(int64_t execution, std::vector<char>* source, std::vector<char>* target) {
+  std::string Start(int64_t execution, std::vector<char>* source, std::vector<char>* target,
+                    int64_t channel = 1) {
     const int count = int(clique_->devices.size());
-    who_ = {clique_->run, process_.CountStart(*clique_, place_, execution), count, place_, clique_};
+    who_ = {clique_->group, execution, place_ + 100 * channel, channel, count, place_, clique_};
     const size_t half = source->size() / 2, run = half / size_t(count);
     const std::vector<CopyArray> arrays{
         {source->data(), target->data(), 1, run, 0},
@@ -122,14 +123,14 @@ class Device {
     std::string why;
     const auto job = process_.backend().board().Finish(who_, target->data(), &why);
     if (job == nullptr) return why;
-    why = job->WaitUntilIssued(seconds(60));
+    why = job->WaitUntilIssued();
     if (why.empty()) process_.HasWaited(job);
     return why.empty() ? why : Leave(why);
   }
 
   std::string Leave(std::string why) {
     for (const auto& job : process_.backend().board().Leave(who_, nullptr, &why))
-      job->WaitUntilSettled();
+      job->WaitUntilSettled(place_, seconds(60));
     return why;
   }
 
@@ -176,26 +177,37 @@ void TestExecutions() {
   });
 }
 
-// All processes know at once if the starts of one are others: their size, or their place in an
-// execution, after one process has given its execution up.
-void TestOtherStarts(bool gives_up) {
+// All processes know at once if the starts of one have another size.
+void TestOtherStarts() {
   Run run(2, 2);
-  std::atomic<int> num_failed{0}, num_done{0};
+  std::atomic<int> num_failed{0};
   OnDevices(&run, [&](int me, Device* device) {
-    const bool is_other = me < kDevices;
-    const size_t size = 1024 * (is_other && !gives_up ? 8 : 4);
-    std::vector<std::vector<char>> memory(6, std::vector<char>(size));
+    const size_t size = 1024 * (me < kDevices ? 8 : 4);
+    std::vector<std::vector<char>> memory(2, std::vector<char>(size));
     std::string why = device->Start(1, &memory[0], &memory[1]);
     if (why.empty()) why = device->Wait(&memory[1]);
-    if (gives_up) {
-      Expect(why.empty(), why);
-      for (++num_done; num_done < 2 * kDevices;) std::this_thread::yield();
-    }
-    if (why.empty()) why = device->Start(is_other ? 2 : 1, &memory[2], &memory[3]);
-    if (why.empty()) why = device->Wait(&memory[3]);
     if (Has(why, "not those of the other devices")) ++num_failed;
   });
   Expect(num_failed == 2 * kDevices, "starts that differ were not seen by all");
+}
+
+// Starts of other executions, or other calls of one, do not meet: who waits hears who is missing.
+void TestOtherExecutions(bool is_later) {
+  Run run(2, 2);
+  WaitLimitMs() = 1000;
+  std::atomic<int> num_failed{0};
+  OnDevices(&run, [&](int me, Device* device) {
+    std::vector<std::vector<char>> memory(2, std::vector<char>(4096));
+    const bool is_other = me < kDevices;
+    const int64_t execution = is_other && !is_later ? 7 : 1, channel = is_other && is_later ? 2 : 1;
+    std::string why = device->Start(execution, &memory[0], &memory[1], channel);
+    if (why.empty()) why = device->Wait(&memory[1]);
+    const bool names_other = Has(why, "(process 0)") || Has(why, "(process 1)");
+    const char* expected = is_later ? "did not come within 1 s" : "runs another program";
+    if (Has(why, expected) && (names_other || !is_later)) ++num_failed;
+  });
+  WaitLimitMs() = 60'000;
+  Expect(num_failed == 2 * kDevices, "other executions: " + std::to_string(num_failed));
 }
 
 // A process that cannot use what another one posts fails the clique in both, with one reason. Both
@@ -274,10 +286,11 @@ void TestTheEnd() {
 void TestStartsAfterAFailure() {
   Run run(2, 1);
   const auto* clique = run.processes[0].CliqueOf(run.numbers);
-  run.processes[0].backend().board().Fail(clique->run, "broken");
+  run.processes[0].backend().board().Fail(CopyVisitor::ScopeOf(clique->group), "broken");
   std::vector<char> source(4096), target(3072);
   MessageWriter post;
-  post.PutAll(run.numbers).Put(kDevices).Put(int64_t{0}).Put(int64_t{0}).Put(false);
+  const CopyName name{clique->group, 1, 1, 0};
+  post.PutAll(run.numbers).Put(kDevices).Put(name).Put(false);
   post.Put(uint64_t{1}).Put(CopyAddress{0, uint64_t(target.data())});
   post.Put(uint64_t{1}).Put(uint64_t{1024});
   Send(run.sockets[1][0], CopyMessage::kPost, post.Put(uint64_t{0}).bytes);
@@ -286,9 +299,10 @@ void TestStartsAfterAFailure() {
   pollfd ready{peer.fd(), POLLIN, 0};
   while (given_up.size() < kDevices && poll(&ready, 1, 10'000) > 0 &&
          peer.Receive([&](CopyMessage kind, MessageReader& reader) -> std::string {
-           const auto of = reader.Get<int64_t>();
-           if (kind != CopyMessage::kIssued) return (void)reader.GetText(), "";
-           Expect(of == clique->run && reader.Get<int64_t>() == 0, "another start");
+           if (kind != CopyMessage::kIssued)
+             return (void)reader.Get<int64_t>(), (void)reader.GetText(), "";
+           const auto of = reader.Get<CopyName>();
+           Expect(!(of < name) && !(name < of), "another start");
            given_up.insert(reader.Get<int>());
            Expect(reader.GetText() == "broken", "another reason");
            return "";
@@ -304,13 +318,14 @@ int main(int argc, char** argv) {
   using namespace jdistadam;
   planted = argc > 1 && std::string(argv[1]) == "--plant";
   TestExecutions();
-  TestOtherStarts(false);
-  TestOtherStarts(true);
+  TestOtherStarts();
+  TestOtherExecutions(false);
+  TestOtherExecutions(true);
   TestTheEnd();
   TestStartsAfterAFailure();
   TestAfterADeath();
   TestRefused("events that cannot be opened", [](Backend* x) { x->opens_events = false; });
-  TestRefused("memory that is not known", [](Backend* x) { x->most_bytes = 3 * 512 - 1; });
+  TestRefused("memory that is not known", [](Backend* x) { x->most_bytes = 4 * 512 - 1; });
   TestBroken("process 1 (pid 1001) has died", [](int fd) { close(fd); });
   TestBroken("has sent a message of an unknown kind",
              [](int fd) { Send(fd, CopyMessage(77), "something"); });
@@ -324,14 +339,14 @@ int main(int argc, char** argv) {
     std::vector<int64_t> numbers(kMaxCopyDevices + 1, kOfProcesses);  // too many
     numbers[0] = kOfProcesses + kDevices;
     MessageWriter post;
-    post.PutAll(numbers).Put(0).Put(int64_t{0}).Put(int64_t{0}).Put(false).Put(uint64_t{0});
+    post.PutAll(numbers).Put(0).Put(CopyName{-1, 0, 0, 0}).Put(false).Put(uint64_t{0});
     Send(fd, CopyMessage::kPost, post.bytes);
   });
   TestBroken("has sent copies of devices that are not its own", [](int fd) {
     std::vector<int64_t> numbers;
     for (int i = 0; i < 2 * kDevices; ++i) numbers.push_back(kOfProcesses + i);
     MessageWriter post;  // neither a gather nor an exchange
-    post.PutAll(numbers).Put(kDevices).Put(int64_t{0}).Put(int64_t{0}).Put(uint8_t{2});
+    post.PutAll(numbers).Put(kDevices).Put(CopyName{-1, 0, 0, 0}).Put(uint8_t{2});
     Send(fd, CopyMessage::kPost, post.Put(uint64_t{0}).bytes);
   });
   std::printf(failures == 0 ? "SUCCESS\n" : "%d FAILURES\n", failures.load());
