@@ -91,9 +91,12 @@ struct CopyPiece {
 // Which start: equal on all devices that meet in it, different for all other starts.
 //
 //   group       which devices. Between processes negative: a hash of their numbers
-//   execution   XLA's run id: a fingerprint of the compiled program, plus how often it has run. It
-//   is
-//               equal on all devices, and in all processes that run equal programs
+//   execution   XLA's run id: a hash of the compiled program, plus how often it has run. It is
+//   equal
+//               on all devices of a process. Other processes may have another hash, of the lines
+//               from which they traced the program. So GPUs of several processes, which run
+//               programs in order, count those that copy among each other, and compare how far
+//               their run ids are apart: it is one number for each program (CopyBoard::RunTogether)
 //   call        the instruction of the program. In one process the address of its attributes, which
 //               is one for all devices, and differs where a compiler has inlined or unrolled what
 //               was traced once. Between processes its channel, which JAX counts in each program
@@ -131,9 +134,6 @@ struct CopyVisitor {
   int count, me;
   const CopyClique* clique = nullptr;  // null if all devices are of this process
 
-  CopyName Name(int64_t visit) const {
-    return {group, execution, clique == nullptr ? call : channel, visit};
-  }
   CopyScope Scope() const { return clique == nullptr ? CopyScope{0, execution} : ScopeOf(group); }
   static CopyScope ScopeOf(int64_t clique) { return {clique, 0}; }
   std::pair<int64_t, int> Device() const { return {group, me}; }
@@ -152,6 +152,7 @@ class CopyJob {
   struct Post {
     std::vector<CopyArray> arrays;
     Extra extra;
+    int64_t execution = 0;  // of the process, filled in by the board
   };
 
   CopyJob(const CopyVisitor& who, const CopyName& name, bool is_gather)
@@ -329,16 +330,15 @@ class CopyBoard {
     if (HasFailed(who, why)) return nullptr;
     is_used_ = true;
     bool is_clear = true;
-    const int64_t visit = Visit(who, &is_clear);
+    const CopyName name = NameOf(who, &is_clear);
     if (!is_clear) {
       *why = Refuse(who,
-                    "a jitted function that copies is called several times in one program of "
-                    "several processes, whose CPU devices call it in any order: pass inline=True "
-                    "to jax.jit");
+                    "a function that copies and is compiled once is called several times in a "
+                    "program of several processes, whose CPU devices call it in any order: call it "
+                    "without jax.jit, and give jax.checkpoint a function for each call");
       return nullptr;
     }
-    const JobPointer job =
-        PostLocked(who, who.Name(visit), is_gather, std::move(post), is_last, why);
+    const JobPointer job = PostLocked(who, name, is_gather, std::move(post), is_last, why);
     if (job == nullptr) return nullptr;
     started_[{who.Device(), who.execution, job->posts[who.me].arrays.front().target}] = job;
     return job;
@@ -440,7 +440,8 @@ class CopyBoard {
     int64_t execution, call, count;
   };
 
-  static constexpr size_t kMaxRuns = 64;  // more than any backend keeps in flight
+  static constexpr size_t kMaxRuns = 64;            // more than any backend keeps in flight
+  static constexpr int64_t kMostBetween = 256;  // executions of a program that copy nothing
   static constexpr const char* kStopped = "Python has ended, or is about to";
   static constexpr const char* kLeft = "it left the program between start and wait";
 
@@ -478,32 +479,17 @@ class CopyBoard {
       *why = Refuse(who, "its copies are not those of the other devices");
       return nullptr;
     }
-    if (const JobPointer other = Crossing(who, *job)) {
-      const auto is_other = [&](int p) { return other->has_posted[p] && !job->has_posted[p]; };
-      int place = 0;
-      while (!is_other(place)) ++place;
-      *why =
-          Refuse(who, job->NameOf(place) + " runs another program, or programs in another order");
-      return nullptr;
-    }
+    post.execution = who.execution;
     job->posts[who.me] = std::move(post);
     job->has_posted[who.me] = true;
     *is_last = ++job->num_posted == who.count;
     if (*is_last) gathering_.erase(name);
-    return job;
-  }
-
-  // Another execution whose devices wait for this one in it, while this one waits for them here:
-  // each of them makes its calls in order, so none would ever come.
-  JobPointer Crossing(const CopyVisitor& who, const Job& job) const {
-    if (!is_in_order_ || who.clique == nullptr) return nullptr;
-    for (const auto& [name, other] : gathering_) {
-      if (other->scope != job.scope || name.execution == job.name.execution) continue;
-      if (other->has_posted[who.me]) continue;
-      for (int p = 0; p < job.count(); ++p)
-        if (other->has_posted[p] && !job.has_posted[p]) return other;
+    if (*is_last && !RunTogether(*job, why)) {
+      *why = Refuse(who, *why);
+      job->Fail(*why);
+      return nullptr;
     }
-    return nullptr;
+    return job;
   }
 
   std::string Refuse(const CopyVisitor& who, const std::string& why) {
@@ -535,18 +521,49 @@ class CopyBoard {
     }
   }
 
-  // How often a device has come to a call in this execution. `*is_clear` unless two calls have one
-  // name, and nothing tells which of them other processes call first.
-  int64_t Visit(const CopyVisitor& who, bool* is_clear) {
-    auto& runs = visits_[{who.Device(), who.Name(0).call}];
+  // Whether all processes run one program: each time it runs, their run ids are as far apart.
+  bool RunTogether(const Job& job, std::string* why) {
+    if (job.clique == nullptr) return true;
+    int here = 0;
+    while (!job.IsHere(here)) ++here;
+    const auto mine = int32_t(job.posts[here].execution);
+    for (int p = 0; p < job.count(); ++p) {
+      const auto apart = int32_t(uint32_t(job.posts[p].execution) - uint32_t(mine));
+      const auto [known, is_new] = apart_.insert({{job.name.group, p, mine}, apart});
+      if (!is_new && known->second == apart) continue;
+      const auto before = known == apart_.begin() ? known : std::prev(known);
+      const auto& [group, place, run] = before->first;
+      const bool has_run = group == job.name.group && place == p && run != mine &&
+                           int64_t(mine) - run < kMostBetween;
+      if (is_new && (!has_run || before->second == apart)) {
+        if (has_run) apart_.erase(before);
+        continue;
+      }
+      *why = "programs that are not those of " + job.NameOf(p) + ", or are run in another order";
+      return false;
+    }
+    return true;
+  }
+
+  // The name of a device's next start. `*is_clear` unless two calls have one channel, and nothing
+  // tells which of them other processes call first.
+  CopyName NameOf(const CopyVisitor& who, bool* is_clear) {
+    const bool is_shared = who.clique != nullptr, is_counted = is_shared && is_in_order_;
+    if (is_counted) {
+      auto& [last, count] = executions_[who.Device()];
+      if (count == 0 || last != who.execution) last = who.execution, ++count;
+    }
+    const int64_t execution = is_counted ? executions_[who.Device()].second : who.execution;
+    const int64_t call = is_shared ? who.channel : who.call;
+    auto& runs = visits_[{who.Device(), call}];
     for (Visits& known : runs) {
-      if (known.execution != who.execution) continue;
-      *is_clear = is_in_order_ || who.clique == nullptr || known.call == who.call;
-      return ++known.count;
+      if (known.execution != execution) continue;
+      *is_clear = is_in_order_ || !is_shared || known.call == who.call;
+      return {who.group, execution, call, ++known.count};
     }
     if (runs.size() == kMaxRuns) runs.pop_front();
-    runs.push_back({who.execution, who.call, 0});
-    return 0;
+    runs.push_back({execution, who.call, 0});
+    return {who.group, execution, call, 0};
   }
 
   const bool is_in_order_;
@@ -559,6 +576,9 @@ class CopyBoard {
   std::map<std::tuple<Device, int64_t, const char*>, JobPointer> started_;
   std::map<CopyScope, Failure> failures_;
   std::map<std::pair<Device, int64_t>, std::deque<Visits>> visits_;
+  std::map<Device, std::pair<int64_t, int64_t>> executions_;  // the last one, and their number
+  // By group, place and own run id of the last execution of a program: how far theirs is apart.
+  std::map<std::tuple<int64_t, int, int32_t>, int32_t> apart_;
 };
 
 }  // namespace jdistadam

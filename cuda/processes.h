@@ -348,7 +348,8 @@ class CopyProcesses {
   void TellPost(const JobPointer& job, int me) {
     Remember(job);
     MessageWriter body;
-    body.PutAll(job->clique->devices).Put(me).Put(job->name).Put(uint8_t(job->is_gather));
+    body.PutAll(job->clique->devices).Put(me).Put(job->name).Put(job->posts[me].execution);
+    body.Put(uint8_t(job->is_gather));
     backend_.PutExtra(&body, job->posts[me].extra);
     body.Put(uint64_t(job->posts[me].arrays.size()));
     for (const CopyArray& a : job->posts[me].arrays) {
@@ -490,13 +491,14 @@ class CopyProcesses {
     const CopyClique* clique = is_too_many ? nullptr : CliqueOf(numbers);
     const int place = reader.Get<int>();
     const auto name = reader.Get<CopyName>();
+    const auto execution = reader.Get<int64_t>();
     const auto is_gather = reader.Get<uint8_t>();
     if (!reader.is_valid || is_gather > 1 || clique == nullptr || place < 0 ||
         place >= int(numbers.size()) || clique->processes[place] != peer.process ||
         name.group != clique->group)
       return "copies of devices that are not its own";
-    const CopyVisitor who{name.group,          name.execution, name.call, name.call,
-                          int(numbers.size()), place,          clique};
+    const CopyVisitor who{name.group,          execution, name.call, name.call,
+                          int(numbers.size()), place,     clique};
     typename Job::Post post{};
     std::string why = ReadPost(peer, reader, is_gather, who.count, &post);
     if (!reader.is_valid) return "a message of a wrong size";
