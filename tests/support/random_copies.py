@@ -53,22 +53,29 @@ def exchange(x):
     return copies.exchange(x, dim=0, groups=groups)
 
 
+def late(x, k):
+    """``(k + 1) x``, after work of a device: XLA for CPUs then calls in any order."""
+    turns = jnp.where((k + lax.axis_index("d")) % 3 == 0, 200, 1)
+    work = lax.fori_loop(0, turns, lambda _, y: jnp.sin(y), jnp.full((1000,), x[0, 0]))
+    return lax.optimization_barrier((x * (k + 1), work))[0]
+
+
 def equal_arrays(x):
     """Starts that do not depend on each other."""
-    return [gather(x * (k + 1)) for k in range(CALLS)]
+    return [gather(late(x, k)) for k in range(CALLS)]
 
 
 def a_helper(x):
     """One trace, several calls."""
     helper = gather if count > 1 else jax.jit(gather)
-    return [helper(x * (k + 1)) for k in range(CALLS)]
+    return [helper(late(x, k)) for k in range(CALLS)]
 
 
 def checkpointed(x):
     """In one process, too, one trace with several calls."""
-    block = jax.checkpoint(lambda x, k: gather(x * k))
-    others = [jax.checkpoint(lambda x, k: gather(x * k)) for _ in range(CALLS)]
-    return [(others[k] if count > 1 else block)(x, k + 1) for k in range(CALLS)]
+    block = jax.checkpoint(gather)
+    others = [jax.checkpoint(lambda x: gather(x)) for _ in range(CALLS)]
+    return [(others[k] if count > 1 else block)(late(x, k)) for k in range(CALLS)]
 
 
 def in_a_loop(x):
