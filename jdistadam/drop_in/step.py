@@ -17,6 +17,7 @@ from optax import add_decayed_weights as optax_add_decayed_weights  # also if a 
 from optax import scale_by_adam as optax_scale_by_adam
 from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 
+from jdistadam.compat import inlined_jit
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
@@ -39,6 +40,7 @@ from jdistadam.drop_in.state import (
     parts_of_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
+from jdistadam.kernels import reference
 from jdistadam.kernels.operands import (
     Operands,
     Rounding,
@@ -48,7 +50,6 @@ from jdistadam.kernels.operands import (
     keeping_main_params,
     new_params,
 )
-from jdistadam.kernels.reference import KINDS, pairwise_sum
 from jdistadam.kernels.sharded_adam import sharded_adam
 
 _LEAVES_A_CALL = 256
@@ -81,9 +82,10 @@ class TreeResult(NamedTuple):
 
 
 # Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
-# function for all optimizers: inject_hyperparams makes a new one for each eager call.
+# function for all optimizers: inject_hyperparams makes a new one for each eager call. Inlined in a
+# larger program, where the kernel call sees what makes its gradients (kernels/narrow.py).
 @functools.partial(
-    jax.jit, static_argnames=("mode", "known", "rows", "main_kind", "storage", "norms")
+    inlined_jit, static_argnames=("mode", "known", "rows", "main_kind", "storage", "norms")
 )
 def tree_step(
     grads: Grads,
@@ -270,8 +272,8 @@ def step_leaves(
             new[i] = leaf
     if not norms:
         return new, None
-    none = jnp.zeros((1, len(KINDS)), jnp.float32)
-    return new, pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
+    none = jnp.zeros((1, len(reference.KINDS)), jnp.float32)
+    return new, reference.pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
 
 
 def _squares(old: Sequence[TreeLeaf], new: Sequence[TreeLeaf]) -> jax.Array:

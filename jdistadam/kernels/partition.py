@@ -6,7 +6,6 @@ shards consist of whole blocks. Other shardings raise.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -171,10 +170,9 @@ def _of_some(
     with_squares: bool,
 ) -> Results:
     """The kernel's results for some of the leaves."""
-    own = dataclasses.replace(spec, groups=tuple(spec.groups[i] for i in leaves))
-    some = Operands(*(tuple(kind[i] for i in leaves) if kind else () for kind in operands))
+    some = operands.of(leaves)
     request = SquaresRequest.of_leaves(some.grads) if with_squares else None
-    return adam(own, scalars, some, rounding, request)
+    return adam(spec.of(leaves), scalars, some, rounding, request)
 
 
 def _axes_of_squares(moments: Arrays, shardings: Sequence[Sharding]) -> list[set[str]]:
