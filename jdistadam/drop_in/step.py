@@ -47,6 +47,7 @@ from jdistadam.kernels.operands import (
     RoundingSpec,
     Scalars,
     Spec,
+    codes_of,
     keeping_main_params,
     new_params,
 )
@@ -55,6 +56,9 @@ from jdistadam.kernels.sharded_adam import sharded_adam
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
 1000 leaves takes half as long in calls of 256, and runs as fast."""
+_BYTES_A_CALL = 256 << 20
+"""Of first moments, before they are cut: XLA frees the gradients of a call while others wait for
+theirs, and gathers new parameters beside other calls."""
 
 
 class TreeLeaf(NamedTuple):
@@ -249,7 +253,7 @@ def step_leaves(
     scalars = Scalars.plain(coefficient_rows(hypers, count))
     if is_skipped is not None:
         scalars = scalars._replace(found_inf=is_skipped)
-    for (dtypes, group, _), indices in _chunks(calls):
+    for (dtypes, group, _), indices in _chunks(calls, leaves):
         call_leaves = [leaves[i] for i in indices]
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
@@ -315,11 +319,21 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
     return any(optax_takes(x) for x in stored if not isinstance(x, Codec))
 
 
-def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Splits calls of many leaves into several."""
+def _chunks(
+    calls: dict[Any, list[int]], leaves: Sequence[TreeLeaf]
+) -> Iterator[tuple[Any, list[int]]]:
+    """Splits calls of many leaves, or of large ones, into several."""
     for key, indices in calls.items():
-        for start in range(0, len(indices), _LEAVES_A_CALL):
-            yield key, indices[start : start + _LEAVES_A_CALL]
+        chunk, filled = list[int](), 0
+        for i in indices:
+            (moment,) = codes_of([leaves[i].mu])
+            nbytes = moment.size * moment.dtype.itemsize
+            if chunk and (len(chunk) == _LEAVES_A_CALL or filled + nbytes > _BYTES_A_CALL):
+                yield key, chunk
+                chunk, filled = [], 0
+            chunk.append(i)
+            filled += nbytes
+        yield key, chunk
 
 
 def _no_update(leaf: TreeLeaf) -> Any:

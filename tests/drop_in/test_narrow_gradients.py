@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.core.codecs import BLOCK8
 from jdistadam.core.hyperparameters import NAMES
+from jdistadam.drop_in import step as drop_in_step
 from jdistadam.kernels import sharded_adam as module
 from jdistadam.kernels.operands import Operands, Rounding, RoundingSpec, Scalars, Spec
 from support.bits import assert_trees_same_bits
@@ -71,18 +72,43 @@ CODED = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
 
 
 def test_an_unrolled_model_has_no_wide_gradient(h200s):
-    """Nor as much temporary memory as with optax; the scale's sum stays float32, in its own call."""
+    """The sum of a scale's gradient stays float32, in a call of its own."""
     x = array(64, D, dtype=jnp.bfloat16)
     tx = jda.fused_adamw(1e-3)
-    of_optax = lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p))  # noqa: E731
     text = compiled(h200s(1), tx, unrolled, UNROLLED, x).as_text()
     first, second = sorted(operands(text), key=len)
     matrix = f"f32[{D},{D}]"
     assert sorted(second[3:]) == sorted([f"bf16[{D},{D}]"] * 2 + [matrix] * 6)
     assert first[3:] == [f"f32[{D}]"] * 4
     assert not re.findall(rf"= f32\[{D},{D}\]\S* (?:convert|fusion)\(", text)
-    text = compiled(h200s(1), tx, unrolled, UNROLLED, x, step=of_optax).as_text()
+    updating = functools.partial(with_updates, tx)
+    text = compiled(h200s(1), tx, unrolled, UNROLLED, x, step=updating).as_text()
     assert any(f"bf16[{D},{D}]" in x for x in operands(text))  # an update's, too
+
+
+def with_updates(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_temporary_memory_is_optax_s(h200s, monkeypatch, norms):
+    """Gradients are freed as they are used, in calls that are small beside all of them."""
+    monkeypatch.setattr(drop_in_step, "_BYTES_A_CALL", 4 * D * D)
+
+    def loss(p, x):  # whose gradients need no parameters
+        xs = [jnp.sin((i + 1) * x) for i in range(len(p) + 1)]
+        pairs = zip(xs, p.values(), xs[1:], strict=False)  # no products with equal operands
+        return sum(jnp.sum(((x @ w) * y).astype(jnp.float32)) for x, w, y in pairs)
+
+    params = {f"w{i}": array(D, D) for i in range(6)}
+    x, ours, theirs = array(16, D, dtype=jnp.bfloat16), jda.fused_adamw(1e-3), optax.adamw(1e-3)
+    step = {"step": ours.step_with_norms} if norms else {}
+    one, other = (
+        compiled(h200s(1), tx, loss, params, x, **how).memory_analysis().temp_size_in_bytes
+        for tx, how in ((ours, step), (theirs, {"step": functools.partial(with_updates, theirs)}))
+    )
+    assert one <= 1.01 * other + 2**20 * norms  # the sums of squares of runs
 
 
 @pytest.mark.parametrize(
