@@ -47,7 +47,6 @@ from jdistadam.kernels.operands import (
     RoundingSpec,
     Scalars,
     Spec,
-    codes_of,
     keeping_main_params,
     new_params,
 )
@@ -326,7 +325,7 @@ def _chunks(
     for key, indices in calls.items():
         chunk, filled = list[int](), 0
         for i in indices:
-            (moment,) = codes_of([leaves[i].mu])
+            moment = getattr(leaves[i].mu, "codes", leaves[i].mu)
             nbytes = moment.size * moment.dtype.itemsize
             if chunk and (len(chunk) == _LEAVES_A_CALL or filled + nbytes > _BYTES_A_CALL):
                 yield key, chunk
