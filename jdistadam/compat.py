@@ -133,12 +133,18 @@ def row_major(tree: Any) -> Any:
 
 
 def lower_by_operands(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Registers how a primitive is compiled for NVIDIA GPUs, by a rule that sees its operands.
+    """Registers how a primitive is compiled, by a rule that sees what makes its operands.
 
     ``rule(ctx, *values, **params)`` gets values of MLIR. If lowerings were shared between equal
-    operations, they would be arguments of a function.
+    operations, they would be arguments of a function. A rule for one platform alone would end
+    exports for several with a TypeError, so it has to ask ``is_for_nvidia``.
     """
-    mlir.register_lowering(primitive, rule, platform="cuda", cacheable=False)
+    mlir.register_lowering(primitive, rule, cacheable=False)
+
+
+def is_for_nvidia(ctx: Any) -> bool:
+    """Whether a program is compiled for NVIDIA GPUs alone; ``ctx`` is that of a lowering rule."""
+    return tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",)
 
 
 def inlined_jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -157,7 +163,8 @@ def devices_of_lowering(ctx: Any) -> tuple[tuple[Any, ...], int]:
     if (mesh := getattr(where, "mesh", None)) is not None:  # in a shard_map
         manual = math.prod(mesh.shape[axis] for axis in where.manual_axes)
         return tuple(mesh.devices.flat), mesh.size // manual
-    return getattr(where, "device_assignment", None) or (), getattr(where, "num_devices", 1)
+    num_devices = getattr(where, "num_devices", 0) or 1  # 0 in an export
+    return getattr(where, "device_assignment", None) or (), num_devices
 
 
 def coordination_client() -> Any:

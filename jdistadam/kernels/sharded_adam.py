@@ -245,15 +245,15 @@ _step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
 def _lowered(
     ctx: Any, *leaves: Any, call: Any, spec: Spec, treedef: Any, with_squares: bool
 ) -> Any:
-    """The step in a program for NVIDIA GPUs; ``leaves`` are values of MLIR.
+    """Compiles the step; ``leaves`` are values of MLIR.
 
-    Gradients that were only widened from 16 bits are traced again as what they were.
+    For NVIDIA GPUs it is traced again with gradients as they were before they were widened.
     """
     where = compat.devices_of_lowering(ctx)
     values, types = list(leaves), list(ctx.avals_in)
     _, operands, *_ = jax.tree.unflatten(treedef, range(len(leaves)))
     run = jaxpr_as_fun(call)
-    for i in operands.grads:
+    for i in operands.grads if compat.is_for_nvidia(ctx) else ():
         source = narrow_source(leaves[i], *where) if types[i].dtype == jnp.float32 else None
         if source is not None:
             values[i], types[i] = source, types[i].update(dtype=narrow_dtype(source))

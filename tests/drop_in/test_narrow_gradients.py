@@ -16,6 +16,7 @@ import jdistadam as jda
 from jdistadam.core.codecs import BLOCK8
 from jdistadam.core.hyperparameters import NAMES
 from jdistadam.drop_in import step as drop_in_step
+from jdistadam.kernels import native
 from jdistadam.kernels import sharded_adam as module
 from jdistadam.kernels.operands import Operands, Rounding, RoundingSpec, Scalars, Spec
 from support.bits import assert_trees_same_bits
@@ -248,6 +249,27 @@ def test_sums_of_other_gpus_stay_wide(h200s, monkeypatch, capability):
     args = placed(mesh, (p, jax.eval_shape(tx.init, p), x), (P(), P(), P()))
     (given,) = operands(jax.jit(step).lower(*args).compile().as_text())
     assert given[3:] == ["f32[256,256]"] * 4
+
+
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda"), ("cpu",)], ids=str)
+def test_programs_exported_for_gpus_alone_read_narrow_gradients(platforms):
+    """XLA for CPUs could drop the rounding of a narrow one."""
+    status = native.status("cuda")
+    if not status.available:
+        pytest.skip(f"needs the CUDA module: {status.detail}")
+    tx, x = jda.fused_adamw(1e-3), array(16, D, dtype=jnp.bfloat16)
+
+    def train(params, state, x):
+        loss = lambda p: jnp.sum((x @ p.astype(jnp.bfloat16)).astype(jnp.float32))  # noqa: E731
+        return tx.step(jax.grad(loss)(params), state, params)
+
+    checks = jda.export_checks()
+    exporting = jax.export.export(jax.jit(train), platforms=platforms, disabled_checks=checks)
+    params = array(D, D)
+    text = exporting(params, jax.eval_shape(tx.init, params), x).mlir_module()
+    calls = re.findall(r"custom_call @jdistadam_adam\(.*? : \((.*?)\) ->", text)
+    given = [re.findall(rf"tensor<{D}x{D}x(\w+)>", call) for call in calls]
+    assert given == [["bf16" if platforms == ("cuda",) else "f32", "f32", "f32", "f32"]]
 
 
 @pytest.mark.parametrize("kind", ["step", "step_and_cast", "coded", "squares"])
