@@ -53,6 +53,7 @@ def operands_of(rng, mode, grad, param, mu, array=random_array):
 CASES = {
     "float32": ("step", F32, F32, F32),
     "bfloat16": ("step", BF16, BF16, BF16),
+    "bfloat16 gradients": ("step", BF16, F32, F32),
     "float16": ("step", F16, F16, F32),
     "main": ("step_and_cast", BF16, F32, F32),
     "main, float32 gradients": ("step_and_cast", F32, F32, BF16),
