@@ -99,7 +99,7 @@ def state_shardings(
 
     def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
         if _is_of_codes(path):
-            for end in coded.intersection(owners(path[:-1])):
+            for end in filter(coded.__contains__, owners(path[:-1])):
                 return NamedSharding(mesh, _in_blocks(axes, *own[end], mesh))
         for end in owners(path):
             shape, spec = own[end]
