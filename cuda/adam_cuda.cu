@@ -271,17 +271,18 @@ using Common =
            ForMoments<Mode::kStep, B, B, F>, List<Fixed<Mode::kStep, H, H, F, F, F>>,
            ForMoments<Mode::kStepAndCast, B, F, B>, ForMoments<Mode::kStepAndCast, F, F, B>,
            List<Fixed<Mode::kStepAndCast, H, F, F, F, H>, Fixed<Mode::kStepAndCast, F, F, F, F, H>>,
-           ForMoments<Mode::kUpdate, F, F, F>, List<Fixed<Mode::kUpdate, B, B, F, F, B>>,
+           ForMoments<Mode::kUpdate, F, F, F>,
+           List<Fixed<Mode::kUpdate, B, F, F, F, F>, Fixed<Mode::kUpdate, B, B, F, F, B>>,
            ForMoments<Mode::kStepSplit, B, B, U>, ForMoments<Mode::kStepSplit, F, B, U>>::Type;
 // All other dtypes.
 using Others =
     List<Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kUpdate>, Any<Mode::kStepSplit>>;
 // With sums of squares: the usual dtypes first, then all others.
 using Measuring =
-    List<Fixed<Mode::kStep, F, F, F, F, F>, Fixed<Mode::kStepAndCast, B, F, F, F, B>,
-         Fixed<Mode::kStepAndCast, F, F, F, F, B>, Fixed<Mode::kStepSplit, B, B, F, F, U>,
-         Fixed<Mode::kStepSplit, F, B, F, F, U>, Any<Mode::kStep>, Any<Mode::kStepAndCast>,
-         Any<Mode::kStepSplit>>;
+    List<Fixed<Mode::kStep, F, F, F, F, F>, Fixed<Mode::kStep, B, F, F, F, F>,
+         Fixed<Mode::kStepAndCast, B, F, F, F, B>, Fixed<Mode::kStepAndCast, F, F, F, F, B>,
+         Fixed<Mode::kStepSplit, B, B, F, F, U>, Fixed<Mode::kStepSplit, F, B, F, F, U>,
+         Any<Mode::kStep>, Any<Mode::kStepAndCast>, Any<Mode::kStepSplit>>;
 
 }  // namespace
 

@@ -186,6 +186,7 @@ using Variants = List<
     Fixed<Mode::kStep, true, B, B, S, S, F>, Fixed<Mode::kStep, true, F, B, S, S, F>,
     Fixed<Mode::kStep, true, B, B, B, B, F>, Fixed<Mode::kStep, true, F, B, B, B, F>,
     Fixed<Mode::kStep, true, F, F, E, E, F>, Fixed<Mode::kStep, false, F, F, E, E, F>,
+    Fixed<Mode::kStep, true, B, F, E, E, F>, Fixed<Mode::kStep, false, B, F, E, E, F>,
     Fixed<Mode::kStepSplit, true, B, B, E, E, U>, Fixed<Mode::kStepSplit, true, F, B, E, E, U>,
     Fixed<Mode::kStepSplit, true, B, B, S, S, U>, Fixed<Mode::kStepSplit, true, F, B, S, S, U>,
     Fixed<Mode::kStepSplit, false, B, B, E, E, U>, Fixed<Mode::kStepSplit, false, F, B, E, E, U>,

@@ -86,7 +86,7 @@ def rows():
 
 
 class Row:
-    """A way to train, compiled."""
+    """A way to train, to be compiled."""
 
     def __init__(self, name, made, loss, shapes, tokens):
         (self.tx, call, dtype), self.name = made, name
@@ -100,14 +100,18 @@ class Row:
 
         self.init = jax.jit(self.tx.init)
         state = jax.eval_shape(self.tx.init, shapes)
-        self.program = step.lower(shapes, state, tokens).compile()
+        self.lowered = step.lower(shapes, state, tokens)
+
+    def compile(self):
+        self.program = self.lowered.compile()
         memory = self.program.memory_analysis()
         self.record = {
-            "name": name,
+            "name": self.name,
             "held_bytes": memory.argument_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
         }
-        print(f"  compiled {name}", flush=True)
+        print(f"  compiled {self.name}", flush=True)
+        return self
 
     def run(self, params, tokens, calls):
         """Milliseconds of a call, the parameters after all of them, and the last norms."""
@@ -140,7 +144,7 @@ def main():
     shapes = model.shapes(size, True)
     loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")
     tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(8, -1))
-    made = [Row(name, row, loss, shapes, tokens) for name, row in rows().items()]
+    made = [Row(name, row, loss, shapes, tokens).compile() for name, row in rows().items()]
     start = check.sample(model.draw(shapes, sharding))
     calls, times, ends = 2 * CALLS, {row.name: [] for row in made}, {}
     with power.PowerLog() if on_gpu else contextlib.nullcontext() as log:

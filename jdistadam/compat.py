@@ -11,6 +11,12 @@ and 0.12 do not, and no report of it is known upstream. This crashes on two CPU 
 Remove ``refuse_empty_leaves`` and the special treatment in ``shard_map`` when jax 0.11 is no longer
 supported; a test in ``tests/test_compat.py`` then fails and says so.
 
+JAX has no public way for the lowering of a primitive to see what makes its operands. The argument
+``cacheable`` of ``register_lowering`` is documented as temporary, and an inner ``jax.jit`` must be
+inlined while it is traced, or its operands are arguments of a function. ``lower_by_operands`` and
+``inlined_jit`` are the only places that know of it; tests in ``tests/test_compat.py`` fail if a new
+jax changes it. Without them the step is right, and gradients are widened before it.
+
 If jax 0.10 moves an array with its own ``Format`` to several devices, a program reads it correctly
 only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported.
 """
@@ -18,6 +24,7 @@ only on the first one. Remove ``row_major`` when jax 0.10 is no longer supported
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 
 from jdistadam.core import trees
@@ -122,6 +130,41 @@ def row_major(tree: Any) -> Any:
         return x if order is None or order == tuple(range(x.ndim)) else jax.jit(jnp.copy)(x)
 
     return jax.tree.map(copied, tree)
+
+
+def lower_by_operands(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Registers how a primitive is compiled, by a rule that sees what makes its operands.
+
+    ``rule(ctx, *values, **params)`` gets values of MLIR. If lowerings were shared between equal
+    operations, they would be arguments of a function. A rule for one platform alone would end
+    exports for several with a TypeError, so it has to ask ``is_for_nvidia``.
+    """
+    mlir.register_lowering(primitive, rule, cacheable=False)
+
+
+def is_for_nvidia(ctx: Any) -> bool:
+    """Whether a program is compiled for NVIDIA GPUs alone; ``ctx`` is that of a lowering rule."""
+    return tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",)
+
+
+def inlined_jit(function: Callable[..., Any], **options: Any) -> Any:
+    """``jax.jit``, whose operations become those of a program that calls it while it is traced."""
+    inline: Any = getattr(jax, "Inline", None)
+    return jax.jit(function, inline=True if inline is None else inline.JAX_EARLY, **options)
+
+
+def devices_of_lowering(ctx: Any) -> tuple[tuple[Any, ...], int]:
+    """Returns a program's devices, none if unknown, and into how many parts XLA may cut an array.
+
+    ``ctx`` is that of a lowering rule. JAX knows the devices of a program with a
+    ``custom_partitioning``, as every step has.
+    """
+    where = ctx.module_context.axis_context
+    if (mesh := getattr(where, "mesh", None)) is not None:  # in a shard_map
+        manual = math.prod(mesh.shape[axis] for axis in where.manual_axes)
+        return tuple(mesh.devices.flat), mesh.size // manual
+    num_devices = getattr(where, "num_devices", 0) or 1  # 0 in an export
+    return getattr(where, "device_assignment", None) or (), num_devices
 
 
 def coordination_client() -> Any:

@@ -258,3 +258,8 @@ def test_batches_fit_into_memory_with_their_floor():
     }
     assert found.batches(11) == [names[:3], [names[0], names[3]]]
     assert found.batches(1) == [[names[0], name] for name in names[1:]]
+
+
+def test_samples_of_an_array_on_one_device_without_a_mesh():
+    x = jax.device_put(np.arange(10.0, dtype=np.float32), jax.devices("cpu")[0])
+    assert check.sample({"x": x})["['x']"].tolist() == list(range(10))

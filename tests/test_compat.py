@@ -1,4 +1,4 @@
-"""The defect of jax 0.11 that the package works around: still there, and only there."""
+"""Defects of jax that the package works around, still there and only there, and temporary ways."""
 
 import re
 import subprocess
@@ -8,10 +8,14 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam import compat
+from jdistadam.core.collectives import make_primitive
+from jdistadam.kernels.narrow import narrow_source
 from support.exact_sums import make_tx
 from support.paths import environment
 
@@ -75,3 +79,48 @@ def test_zero_size_leaf_in_an_own_shard_map_raises_instead_of_crashing(cpu_mesh)
         match=r"params\['e'\]: zero-size arguments .*got \(0, 4\), expected at least one",
     ):
         jax.jit(own)(state.params, state.opt_state)
+
+
+@pytest.mark.parametrize("jit", [compat.inlined_jit, jax.jit], ids=["inlined", "not"])
+def test_a_lowering_rule_sees_what_makes_its_operands_twice(jit):
+    """Also where two operations are equal. Not inlined, an inner function hides it from the rule."""
+    seen, identity = [], lambda x: [x]
+
+    def rule(ctx, x):
+        devices, num_parts = compat.devices_of_lowering(ctx)
+        seen.append(narrow_source(x, devices, num_parts) is not None)
+        return [x]
+
+    primitive = make_primitive("seen_operands", identity, identity)
+    compat.lower_by_operands(primitive, rule)
+    inner = jit(lambda x: primitive.bind(x)[0])
+
+    def program(x):
+        wide = x.astype(jnp.float32)
+        return inner(wide) + inner(wide)
+
+    x = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    jax.jit(program).trace(x).lower(lowering_platforms=("cuda",))
+    assert seen == [True, True] if jit is compat.inlined_jit else not any(seen)
+
+
+def test_a_lowering_rule_knows_the_devices_and_the_parts(cpu_mesh):
+    """JAX tells it the devices where a program has a custom_partitioning, as every step."""
+    found, identity = [], lambda x: [x]
+
+    def rule(ctx, x):
+        found.append(compat.devices_of_lowering(ctx))
+        return [x]
+
+    primitive = make_primitive("seen_devices", identity, identity)
+    mlir.register_lowering(primitive, rule)
+    partitioned = custom_partitioning(lambda x: x)
+    partitioned.def_partition(lambda *args: None, sharding_rule="i -> i")
+    mesh = cpu_mesh(4)
+    run = lambda x: partitioned(primitive.bind(x)[0])  # noqa: E731
+    cut = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, P("data")))
+    jax.jit(run).lower(jnp.ones(4))
+    jax.jit(run).lower(cut)
+    jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"))).lower(cut)
+    devices = tuple(mesh.devices.flat)
+    assert found == [(devices[:1], 1), (devices, 4), (devices, 1)]

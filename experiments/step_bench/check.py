@@ -54,7 +54,9 @@ def _some(x):
     step = max(1, x.size // SAMPLED) | 1  # odd: it meets every device's part, and every column
     if isinstance(x, np.ndarray):
         return np.asarray(x.reshape(-1)[::step], np.float64)
-    everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())  # so that a process has it
+    # On a mesh everywhere, so that a process has it; jax 0.11 returns arrays of one device without.
+    mesh = getattr(x.sharding, "mesh", None)
+    everywhere = mesh and NamedSharding(mesh, PartitionSpec())
     return np.asarray(_strided(x.size, step, everywhere)(x), np.float64)
 
 

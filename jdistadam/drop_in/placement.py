@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
+from jdistadam.core.codecs import BLOCK, BlockCodes
 from jdistadam.core.collectives import axes_in, axes_of
 from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import DtypeError, MeshError
@@ -27,8 +28,10 @@ def state_shardings(
 
     Each array of the state that belongs to a parameter is sharded like the parameter and also over
     ``axis``, along the first dimension that the size of the axis divides. Each of :math:`N` devices
-    then keeps :math:`1/N` of the array. All other arrays, such as counts, are replicated, as are
-    moments in "block8" and "block16", which ``distributed`` shards.
+    then keeps :math:`1/N` of the array. All other arrays, such as counts, are replicated. Where
+    moments are in "block8" or "block16", all arrays of the parameter are cut along the first
+    dimension, into parts of whole blocks of 128 elements. If there are no such parts, all of them
+    are replicated; ``distributed`` shards these, too.
     ``fused_adamw`` updates each shard on its device and gathers the new parameters. Results keep
     their shardings, without ``out_shardings``.
 
@@ -81,15 +84,46 @@ def state_shardings(
         own[path] = x.shape, _spec_of(name, x.shape, place, mesh)
     depths = sorted({len(path) for path in own}, reverse=True)
 
-    def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
+    def owners(path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         ends = (path[len(path) - depth :] for depth in depths if depth <= len(path))
-        for shape, spec in (own[end] for end in ends if end in own):
+        return [end for end in ends if end in own]
+
+    leaves = trees.leaves_with_path(opt_state)
+    coded = {
+        end
+        for path, x in leaves
+        if _is_of_codes(path)
+        for end in owners(path[:-1])
+        if own[end][0] == x.shape
+    }
+
+    def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        if _is_of_codes(path):
+            for end in filter(coded.__contains__, owners(path[:-1])):
+                return NamedSharding(mesh, _in_blocks(axes, *own[end], mesh))
+        for end in owners(path):
+            shape, spec = own[end]
             if shape == x.shape:
-                return NamedSharding(mesh, _also_over(axes, spec, shape, mesh))
+                cut = _in_blocks if end in coded else _also_over
+                return NamedSharding(mesh, cut(axes, shape, spec, mesh))
         return NamedSharding(mesh, P())
 
-    leaves = [sharding_of(path, x) for path, x in trees.leaves_with_path(opt_state)]
-    return jax.tree.unflatten(jax.tree.structure(trees.unboxed(opt_state)), leaves)
+    made = [sharding_of(path, x) for path, x in leaves]
+    return jax.tree.unflatten(jax.tree.structure(trees.unboxed(opt_state)), made)
+
+
+def _is_of_codes(path: tuple[Any, ...]) -> bool:
+    """Whether a path leads to the codes or scales of a moment, or of something with such a name."""
+    return bool(path) and getattr(path[-1], "name", None) in BlockCodes._fields
+
+
+def _in_blocks(axes: tuple[str, ...], shape: tuple[int, ...], spec: P, mesh: Mesh) -> P:
+    """How all arrays of a parameter are cut whose moments are codes: in whole blocks, or not."""
+    first, *others = [*map(axes_in, spec), ()]
+    names = (*first, *(name for name in axes if name not in axes_of(spec)))
+    num_parts = math.prod(mesh.shape[name] for name in names)
+    is_whole = shape[0] % num_parts == 0 and math.prod(shape) // num_parts % BLOCK == 0
+    return P(names if len(names) > 1 else names[0]) if is_whole and not any(others) else P()
 
 
 def _as_given(param_shardings: Any, params: Params) -> list[Any]:
@@ -124,7 +158,7 @@ def _spec_of(path: str, shape: tuple[int, ...], sharding: Any, mesh: Mesh) -> P:
     return sharding.spec
 
 
-def _also_over(axes: tuple[str, ...], spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+def _also_over(axes: tuple[str, ...], shape: tuple[int, ...], spec: P, mesh: Mesh) -> P:
     """A PartitionSpec with ``axes`` at the first dimension that they divide, if any."""
     if set(axes) & set(axes_of(spec)):
         return spec

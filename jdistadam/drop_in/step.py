@@ -17,6 +17,7 @@ from optax import add_decayed_weights as optax_add_decayed_weights  # also if a 
 from optax import scale_by_adam as optax_scale_by_adam
 from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 
+from jdistadam.compat import inlined_jit
 from jdistadam.core import trees
 from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
@@ -39,6 +40,7 @@ from jdistadam.drop_in.state import (
     parts_of_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
+from jdistadam.kernels import reference
 from jdistadam.kernels.operands import (
     Operands,
     Rounding,
@@ -48,12 +50,14 @@ from jdistadam.kernels.operands import (
     keeping_main_params,
     new_params,
 )
-from jdistadam.kernels.reference import KINDS, pairwise_sum
 from jdistadam.kernels.sharded_adam import sharded_adam
 
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
 1000 leaves takes half as long in calls of 256, and runs as fast."""
+_BYTES_A_CALL = 256 << 20
+"""Of first moments, before they are cut: XLA frees the gradients of a call while others wait for
+theirs, and gathers new parameters beside other calls."""
 
 
 class TreeLeaf(NamedTuple):
@@ -81,9 +85,10 @@ class TreeResult(NamedTuple):
 
 
 # Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
-# function for all optimizers: inject_hyperparams makes a new one for each eager call.
+# function for all optimizers: inject_hyperparams makes a new one for each eager call. Inlined in a
+# larger program, where the kernel call sees what makes its gradients (kernels/narrow.py).
 @functools.partial(
-    jax.jit, static_argnames=("mode", "known", "rows", "main_kind", "storage", "norms")
+    inlined_jit, static_argnames=("mode", "known", "rows", "main_kind", "storage", "norms")
 )
 def tree_step(
     grads: Grads,
@@ -247,7 +252,7 @@ def step_leaves(
     scalars = Scalars.plain(coefficient_rows(hypers, count))
     if is_skipped is not None:
         scalars = scalars._replace(found_inf=is_skipped)
-    for (dtypes, group, _), indices in _chunks(calls):
+    for (dtypes, group, _), indices in _chunks(calls, leaves):
         call_leaves = [leaves[i] for i in indices]
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
@@ -270,8 +275,8 @@ def step_leaves(
             new[i] = leaf
     if not norms:
         return new, None
-    none = jnp.zeros((1, len(KINDS)), jnp.float32)
-    return new, pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
+    none = jnp.zeros((1, len(reference.KINDS)), jnp.float32)
+    return new, reference.pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
 
 
 def _squares(old: Sequence[TreeLeaf], new: Sequence[TreeLeaf]) -> jax.Array:
@@ -313,11 +318,21 @@ def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
     return any(optax_takes(x) for x in stored if not isinstance(x, Codec))
 
 
-def _chunks(calls: dict[Any, list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Splits calls of many leaves into several."""
+def _chunks(
+    calls: dict[Any, list[int]], leaves: Sequence[TreeLeaf]
+) -> Iterator[tuple[Any, list[int]]]:
+    """Splits calls of many leaves, or of large ones, into several."""
     for key, indices in calls.items():
-        for start in range(0, len(indices), _LEAVES_A_CALL):
-            yield key, indices[start : start + _LEAVES_A_CALL]
+        chunk, filled = list[int](), 0
+        for i in indices:
+            moment = getattr(leaves[i].mu, "codes", leaves[i].mu)
+            nbytes = moment.size * moment.dtype.itemsize
+            if chunk and (len(chunk) == _LEAVES_A_CALL or filled + nbytes > _BYTES_A_CALL):
+                yield key, chunk
+                chunk, filled = [], 0
+            chunk.append(i)
+            filled += nbytes
+        yield key, chunk
 
 
 def _no_update(leaf: TreeLeaf) -> Any:

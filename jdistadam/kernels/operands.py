@@ -108,6 +108,14 @@ class Spec:
         """The start of each leaf in a flat array of a kind."""
         return {"mu": self.mu_offsets, "nu": self.nu_offsets}.get(kind) or self.offsets
 
+    def of(self, leaves: Sequence[int]) -> Spec:
+        """A call for some of the leaves; nothing is flat, and none was cut."""
+        rounding = self.rounding
+        if rounding is not None:
+            rounding = dataclasses.replace(rounding, ids=tuple(rounding.ids[i] for i in leaves))
+        groups = tuple(self.groups[i] for i in leaves)
+        return dataclasses.replace(self, groups=groups, rounding=rounding)
+
 
 class Operands(NamedTuple):
     """Leaves by kind: a sequence of arrays, or of a single flat array."""
@@ -117,6 +125,10 @@ class Operands(NamedTuple):
     mu: Sequence[Any]
     nu: Sequence[Any]
     out: Sequence[Any] = ()  # the remainders, uint16, in mode "step_split"
+
+    def of(self, leaves: Sequence[int]) -> Operands:
+        """The arrays of some of the leaves."""
+        return Operands(*(tuple(kind[i] for i in leaves) if kind else () for kind in self))
 
     def unfused(self) -> Operands:
         """native.unfused for arrays updated in place; gradients may be read from slices."""

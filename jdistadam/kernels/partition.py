@@ -6,7 +6,6 @@ shards consist of whole blocks. Other shardings raise.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -74,9 +73,6 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
         inward = [_routes(spec, kind, moments, inward=True) for kind in operands]
         outward = [_routes(spec, kind, moments, inward=False) for kind in made]
         cut = _axes_of_squares(codes, moments) if with_squares else []
-        # New params that are gathered: one call would have XLA gather them all after it.
-        is_gathered = rounding is None and any(_grows(kind, moments) for kind in made)
-        calls = _calls(codes) if is_gathered else [range(len(codes))]
 
         def lower_fn(
             placed: Any, scalars: Scalars, rounding: Rounding | None, operands: Operands
@@ -87,16 +83,12 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
                 if rounding is not None:
                     positions = _positions([_first_axes(x) for x in codes])
                     rounding = rounding._replace(positions=positions)
-                parts = [
-                    _of_some(spec, scalars, rounding, moved, leaves, with_squares)
-                    for leaves in calls
-                ]
-                squares = None
-                if with_squares:
-                    here = jnp.concatenate([x.squares for x in parts])
-                    squares = _squares_of_all(mesh, here, cut)
-            results = [itertools.chain(*(x[i] for x in parts)) for i in range(len(MADE))]
-            sent = Results(*map(functools.partial(along, mesh), outward, results))
+                request = SquaresRequest.of_leaves(moved.grads) if with_squares else None
+                results = adam(spec, scalars, moved, rounding, request)
+                squares = results.squares
+                if squares is not None:
+                    squares = _squares_of_all(mesh, squares, cut)
+            sent = Results(*map(functools.partial(along, mesh), outward, results[: len(MADE)]))
             return sent._replace(squares=squares)
 
         whole = NamedSharding(mesh, P())
@@ -147,36 +139,6 @@ def _positions(axes: DimAxes) -> LeafPositions:
     return LeafPositions.of_parts(jnp.stack([collectives.axis_index(x) for x in axes]))
 
 
-_BYTES_A_CALL = 256 << 20  # of first moments, before they are cut
-
-
-def _calls(mu: Arrays) -> list[range]:
-    """The leaves of each kernel call, in order: few enough that gathers overlap other calls."""
-    starts, filled = [0], 0
-    for i, x in enumerate(mu):
-        nbytes = x.size * x.dtype.itemsize
-        if filled and filled + nbytes > _BYTES_A_CALL:
-            starts.append(i)
-            filled = 0
-        filled += nbytes
-    return list(map(range, starts, [*starts[1:], len(mu)]))
-
-
-def _of_some(
-    spec: Spec,
-    scalars: Scalars,
-    rounding: Rounding | None,
-    operands: Operands,
-    leaves: range,
-    with_squares: bool,
-) -> Results:
-    """The kernel's results for some of the leaves."""
-    own = dataclasses.replace(spec, groups=tuple(spec.groups[i] for i in leaves))
-    some = Operands(*(tuple(kind[i] for i in leaves) if kind else () for kind in operands))
-    request = SquaresRequest.of_leaves(some.grads) if with_squares else None
-    return adam(own, scalars, some, rounding, request)
-
-
 def _axes_of_squares(moments: Arrays, shardings: Sequence[Sharding]) -> list[set[str]]:
     """The axes that cut each leaf, for ``_squares_of_all``; raises if parts differ in size."""
 
@@ -205,16 +167,6 @@ def _squares_of_all(mesh: Mesh, squares: jax.Array, cut: Sequence[set[str]]) -> 
     axes: tuple[str, ...] = mesh.axis_names
     is_mine = [collectives.axis_index(tuple(x for x in axes if x not in own)) == 0 for own in cut]
     return collectives.all_reduce(jnp.where(jnp.stack(is_mine)[:, None], squares, 0), axes)
-
-
-def _grows(kind: Arrays, moment_shardings: Sequence[Sharding]) -> bool:
-    """Whether results of a kind, if any, are sharded less than their moments."""
-
-    def size(x: Any, sharding: Sharding) -> int:
-        return math.prod(sharding.shard_shape(x.shape))
-
-    pairs = zip(kind, moment_shardings, strict=False)
-    return any(size(x, of_moment) < size(x, _into_equal_parts(x)) for x, of_moment in pairs)
 
 
 def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[Sharding], P]:

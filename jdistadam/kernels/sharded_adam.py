@@ -4,25 +4,31 @@ By default, XLA gathers every operand of a custom call. partition.py tells XLA t
 elementwise, and how to partition it: each leaf is updated in the sharding of its first moment, so
 moments are never sent. Results have the sharding of the arrays that they replace, whatever the
 sharding of the gradients. Inside ``jax.shard_map`` or on one device the kernel is called directly.
+
+On NVIDIA GPUs the kernel reads gradients in 16 bits where the program only widens them: narrow.py.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir.dialects import sdy
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
+from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.core.codecs import BlockCodes, is_codes
 from jdistadam.core.collectives import CalledPrimitive, make_primitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import adam
+from jdistadam.kernels.narrow import narrow_dtype, narrow_source
 from jdistadam.kernels.operands import Operands, Results, Rounding, Scalars, Spec, codes_of
 from jdistadam.kernels.partition import MADE, Kinds, check_parts, not_supported, partitioned_step
 from jdistadam.kernels.reference import KINDS
@@ -234,3 +240,50 @@ def _jvp(
 
 
 _step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
+
+
+def _lowered(
+    ctx: Any, *leaves: Any, call: Any, spec: Spec, treedef: Any, with_squares: bool
+) -> Any:
+    """Compiles the step; ``leaves`` are values of MLIR.
+
+    For NVIDIA GPUs it is traced again with gradients as they were before they were widened.
+    """
+    where = compat.devices_of_lowering(ctx)
+    values, types = list(leaves), list(ctx.avals_in)
+    _, operands, *_ = jax.tree.unflatten(treedef, range(len(leaves)))
+    run = jaxpr_as_fun(call)
+    for i in operands.grads if compat.is_for_nvidia(ctx) else ():
+        source = narrow_source(leaves[i], *where) if types[i].dtype == jnp.float32 else None
+        if source is not None:
+            values[i], types[i] = source, types[i].update(dtype=narrow_dtype(source))
+            run = functools.partial(_calls_by_dtype, spec, treedef, with_squares)
+    lower = mlir.lower_fun(lambda *xs: run(*xs), multiple_results=True)
+    return lower(ctx.replace(avals_in=types), *values)
+
+
+def _calls_by_dtype(spec: Spec, treedef: Any, with_squares: bool, *leaves: Any) -> list[Any]:
+    """The results of ``_on_shards`` as leaves, in one call for each dtype of gradients."""
+    scalars, operands, rounding, out_like = jax.tree.unflatten(treedef, leaves)
+    by_dtype: dict[Any, list[int]] = {}
+    for i, x in enumerate(operands.grads):
+        by_dtype.setdefault(jnp.dtype(x.dtype), []).append(i)
+    parts = []
+    for indices in by_dtype.values():
+        like = tuple(out_like[i] for i in indices)
+        some = operands.of(indices)
+        parts.append(_on_shards(spec.of(indices), with_squares, scalars, some, rounding, like))
+    found = list(itertools.chain(*by_dtype.values()))
+    order = sorted(range(len(found)), key=found.__getitem__)
+
+    def in_order(kinds: Any) -> tuple[Any, ...]:
+        arrays = list(itertools.chain(*kinds))
+        return tuple(arrays[i] for i in order) if arrays else ()
+
+    made = Results(*(in_order(x[k] for x in parts) for k in range(len(MADE))))
+    if with_squares:
+        made = made._replace(squares=jnp.stack(in_order(x.squares for x in parts)))
+    return jax.tree.leaves(made)
+
+
+compat.lower_by_operands(_step.primitive, _lowered)

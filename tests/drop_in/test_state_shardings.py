@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.kernels import partition
+from jdistadam.drop_in import step as drop_in_step
 from support.bits import assert_trees_same_bits
+from support.h200 import by_op
 
 HYPER = dict(learning_rate=0.02, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 
@@ -113,8 +114,8 @@ def test_arrays_cut_unequally_within_a_program_have_the_same_bits(which):
 
 
 def test_new_params_are_gathered_beside_other_calls_with_the_same_bits(monkeypatch):
-    """Only a sharded state and whole params have several calls."""
-    monkeypatch.setattr(partition, "_BYTES_A_CALL", 4 * 64 * 8)
+    """So many bytes are in one call, wherever arrays are."""
+    monkeypatch.setattr(drop_in_step, "_BYTES_A_CALL", 4 * 64 * 8)
     mesh, tx = make_mesh(), jda.fused_adamw(**HYPER)
     params = {f"w{i}": jnp.full((64, 8), i + 1.0) for i in range(5)}
     params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -126,9 +127,71 @@ def test_new_params_are_gathered_beside_other_calls_with_the_same_bits(monkeypat
         step = jax.jit(tx.step).lower(*given).compile()
         counts.append(step.as_text().count('custom_call_target="jdistadam_adam"'))
         results.append(step(*given))
-    assert counts == [5, 1, 1]
+    assert counts == [5, 5, 5]
     for other in results[1:]:
         assert_trees_same_bits(other, results[0])
+
+
+CODED = dict(
+    mu_dtype="block8", nu_dtype="block8", main_params_dtype="remainder16", rounding="stochastic"
+)
+CODED_SHAPES = {
+    "blocks": (64, 128), "rows": (8, 1024), "short rows": (128, 33), "wide": (2, 4096), "small": (64,)
+}  # fmt: skip
+
+
+def test_coded_moments_are_cut_in_whole_blocks_with_all_else_of_a_parameter():
+    """Or nothing of it is: an array that is cut otherwise would be gathered in every step."""
+    mesh, rng = make_mesh(), np.random.default_rng(0)
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    params = {name: draw(shape) for name, shape in CODED_SHAPES.items()}
+    tx = jda.fused_adamw(**HYPER | CODED, seed=1)
+    shapes = jax.eval_shape(tx.init, params)
+    shardings = jda.state_shardings(shapes, params, mesh)
+    cut = {"blocks": ("data",), "rows": ("data",), "short rows": (), "wide": (), "small": ("data",)}
+    found = dict.fromkeys(cut, 0)
+    for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+        for name in {getattr(key, "key", None) for key in path} & cut.keys():
+            assert tuple(sharding.spec) == cut[name], path
+            found[name] += 1
+    assert found == {"blocks": 5, "rows": 5, "short rows": 5, "wide": 5, "small": 3}
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    one, one_state = params, tx.init(params)
+    step, params = jax.jit(tx.step), jax.device_put(params, NamedSharding(mesh, P()))
+    for _ in range(3):
+        grads = jax.tree.map(lambda x: draw(x.shape), one)
+        params, state = step(jax.device_put(grads, NamedSharding(mesh, P())), state, params)
+        one, one_state = step(grads, one_state, one)
+    assert_trees_same_bits((params, state), (one, one_state))
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+
+
+def test_coded_moments_keep_the_cuts_of_a_parameter():
+    mesh = make_mesh((4, 2), ("data", "model"))
+    own = {"first": P("model"), "both": P("data"), "second": P(None, "model")}
+    params = {
+        k: jax.device_put(jnp.ones((64, 128), jnp.bfloat16), NamedSharding(mesh, spec))
+        for k, spec in own.items()
+    }
+    state = jax.eval_shape(jda.fused_adamw(**HYPER | CODED).init, params)
+    shardings = jda.state_shardings(state, params, mesh)
+    wanted = {"first": (("model", "data"),), "both": ("data",), "second": ()}
+    assert specs(shardings.inner.main_params) == wanted
+    assert specs(jax.tree.map(lambda x: x.codes, shardings.inner.inner[0].mu, is_leaf=lambda x: hasattr(x, "codes"))) == wanted  # fmt: skip
+
+
+def test_of_coded_moments_only_new_parameters_are_gathered(h200s):
+    mesh, tx = h200s(2), jda.fused_adamw(**HYPER | CODED)
+    params = {"w": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, params)
+    shardings = jda.state_shardings(state, params, mesh)
+    put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
+    given = jax.tree.map(put, (params, state, params), (everywhere, shardings, everywhere))
+    text = jax.jit(tx.step, donate_argnums=(1, 2)).lower(*given).compile().as_text()
+    assert dict(by_op(text)) == {("all-gather", "bf16"): 512 * 1024}
 
 
 def test_in_classes_of_flax():

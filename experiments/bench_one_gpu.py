@@ -1,0 +1,154 @@
+"""Times a GPT's training step on one GPU beside optax's, and what each needs in memory.
+
+    python experiments/bench_one_gpu.py --out experiments/results/bench_one_gpu/h100.json
+    python experiments/bench_one_gpu.py --size tiny --rounds 2 --out /tmp/try.json  # CPU
+
+Float32 parameters, a model in bfloat16, unrolled and scanned, 1 and 8 sequences; plain, clipped,
+with norms, and with wrappers around the optimizer. The rows of a workload are timed in turn, one
+state in memory at a time; a ratio is to the "optax" of the same group in the same round. "step,
+widened" is the step with an optimization barrier around float32 gradients, which the kernel then
+reads: it must end with the same bits as "step", if both programs multiply matrices alike.
+
+The first program of a workload is compiled alone, so that the others find its tuned products.
+"""
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import statistics
+
+import bench_wrappers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from bench_wrappers import Row, of_optax, of_step, with_norms_of_kernel, with_norms_of_optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lm import command_line, power, report
+from step_bench import model
+from step_bench.variants import CHECKED_LEARNING_RATE, HYPER, MAX_NORM
+
+import jdistadam as jda
+
+WORKLOADS = ("scanned-8", "unrolled-8", "scanned-1", "unrolled-1")
+WRAPPERS = ("MultiSteps", "apply_if_finite")  # around the optimizer, in the first workload alone
+COMPILERS = 4
+
+
+def widened(tx, grads, state, params):
+    return of_step(tx, jax.lax.optimization_barrier(grads), state, params)
+
+
+def rows(has_wrappers):
+    """Name: (transformation, how to call it, dtype of the parameters that are differentiated)."""
+    ours, theirs = (tx(CHECKED_LEARNING_RATE, **HYPER) for tx in (jda.fused_adamw, optax.adamw))
+    clip, wide = optax.clip_by_global_norm(MAX_NORM), jnp.float32
+    found = {
+        "plain/optax": (theirs, of_optax, wide),
+        "plain/step": (ours, of_step, wide),
+        "plain/step, widened": (ours, widened, wide),
+        "clip/optax": (optax.chain(clip, theirs), of_optax, wide),
+        "clip/step": (jda.chain(clip, ours), of_step, wide),
+        "norms/optax": (theirs, with_norms_of_optax, wide),
+        "norms/step_with_norms": (ours, with_norms_of_kernel, wide),
+    }
+    for name, row in bench_wrappers.rows().items() if has_wrappers else ():
+        group, way = name.split("/")
+        if group in WRAPPERS and way in ("optax", "step"):
+            found[name] = row
+    return found
+
+
+@jax.jit
+def digest(params):
+    """Two numbers that depend on every bit of every parameter."""
+    bits = [
+        jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in jax.tree.leaves(params)
+    ]
+    places = [jnp.arange(x.size, dtype=jnp.uint32) * 2 + 1 for x in bits]
+    return sum(map(jnp.sum, bits)), sum(jnp.sum(x * y) for x, y in zip(bits, places, strict=True))
+
+
+def measure(size, workload, sharding, rounds, calls, has_wrappers):
+    """Records of all rows of a workload."""
+    on_gpu = jax.devices()[0].platform == "gpu"
+    shapes = model.shapes(size, workload.is_scanned)
+    loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")
+    tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(workload.sequences, -1))
+    made = [Row(name, row, loss, shapes, tokens) for name, row in rows(has_wrappers).items()]
+    made[0].compile()
+    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(Row.compile, made[1:]))
+    times, digests = {row.name: [] for row in made}, {}
+    for i in range(rounds):
+        for row in made[:: (-1) ** i]:
+            ms, params, _ = row.run(model.draw(shapes, sharding), tokens, calls)
+            times[row.name].append(ms)
+            digests[row.name] = tuple(map(int, digest(params)))
+            del params
+    for row in made:
+        rival = f"{row.name.split('/')[0]}/optax"
+        ratios = np.divide(times[row.name], times[rival]).tolist()
+        rival_bytes = next(x for x in made if x.name == rival).record["temporary_bytes"]
+        row.record |= {
+            "ms": statistics.median(times[row.name]),
+            "rounds_ms": times[row.name],
+            "ratio_to_optax": statistics.median(ratios),
+            "least_ratio": min(ratios),
+            "most_ratio": max(ratios),
+            "temporary_ratio": row.record["temporary_bytes"] / rival_bytes,
+            "digest": digests[row.name],
+        }
+    return [row.record for row in made]
+
+
+def main():
+    parser = command_line.make_parser(__doc__)
+    parser.add_argument("--size", choices=model.SIZES, help="default: gpt-1.3b on a GPU, else tiny")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of which the first wraps")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--calls", type=int, default=5, help="timed calls of a row and round")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_one_gpu.json"))
+    args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    size_name = args.size or ("gpt-1.3b" if on_gpu else "tiny")
+    sharding = NamedSharding(Mesh(np.asarray([device]), ("data",)), P())
+    found, names = {}, args.workloads.split(",")
+    with power.PowerLog() if on_gpu else contextlib.nullcontext() as log:
+        for name in names:
+            workload = model.Workload.parse(name)
+            print(name, flush=True)
+            found[name] = measure(
+                model.SIZES[size_name],
+                workload,
+                sharding,
+                args.rounds,
+                args.calls,
+                name == names[0],
+            )
+            digests = {x["name"]: x["digest"] for x in found[name]}
+            for x in found[name]:
+                print(
+                    f"{name:11} {x['name']:24} {x['ms']:8.2f} ms  {x['ratio_to_optax']:.4f} of "
+                    f"optax ({x['least_ratio']:.4f} to {x['most_ratio']:.4f})  temporary "
+                    f"{x['temporary_bytes'] / 1e9:6.3f} GB, {x['temporary_ratio']:.3f} of optax"
+                )
+            same = digests["plain/step"] == digests["plain/step, widened"]
+            print(f"{name}: bits with narrow gradients {'as' if same else 'NOT as'} with wide ones")
+    report.write_run(
+        args.out,
+        args.revision,
+        size=size_name,
+        rounds=args.rounds,
+        calls=args.calls,
+        power=log.summary() if log else None,
+        workloads=found,
+    )
+
+
+if __name__ == "__main__":
+    main()
