@@ -27,6 +27,7 @@ import dataclasses
 import gc
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,9 @@ from lm import command_line, power, processes, report
 from plan_against_compiler import h200s
 from step_bench import budget, chart, flops, model, rows, tables
 from step_bench.group import Group, memory_limit, message, peak_bytes
+
+
+MOST_TORCH_SECONDS = 300
 
 
 def names(text):
@@ -98,9 +102,14 @@ def run_torch(args):
     command += ["--variants", args.torch] if args.torch else []
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "torch.json"
-        done = subprocess.run([*command, "--out", str(out)])
-        if done.returncode:
-            print(f"torch: exit code {done.returncode}")
+        process = subprocess.Popen([*command, "--out", str(out)], start_new_session=True)
+        try:
+            process.wait(min(args.seconds, MOST_TORCH_SECONDS))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # it, and its process for each GPU
+            process.wait()
+        if process.returncode:
+            print(f"torch: exit code {process.returncode}")
         return tables.read(out) if out.exists() else []
 
 
