@@ -41,7 +41,6 @@ from plan_against_compiler import h200s
 from step_bench import budget, chart, flops, model, rows, tables
 from step_bench.group import Group, memory_limit, message, peak_bytes
 
-
 MOST_TORCH_SECONDS = 300
 
 
