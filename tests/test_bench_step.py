@@ -331,7 +331,7 @@ def test_flags_to_try():
 
 def test_a_gain_is_the_median_of_ratios_within_rounds():
     rival, ours = {"rounds_ms": [110.0, 120.0, 102.0]}, {"rounds_ms": [100.0, 100.0, 100.0]}
-    found = group.gain(rival, ours)
+    found = tables.gain(rival, ours)
     expected = {"percent": 10, "percent_least": 2, "percent_most": 20}
     assert found == pytest.approx(expected)
 

@@ -12,6 +12,7 @@ from lm import power, processes, report
 from jdistadam.tools import hlo
 from step_bench import alone, check, model, trace, variants
 from step_bench.rows import ANNOTATED, FLOOR, STRATEGIES
+from step_bench.tables import gain
 
 TURN_SECONDS, MOST_STEPS = 0.7, 200
 TRIAL_SECONDS, TRIAL_TURNS = 0.25, 3  # for each of the flags that a row tries
@@ -315,7 +316,7 @@ class Group:
         return found
 
     def gains(self):
-        """What each row of ours gains beside each row of annotations; see ``gain``."""
+        """What each row of ours gains beside each row of annotations: ``tables.gain``."""
         timed = [row for row in self.rows if row.name in self.variants]
         rivals = [row.name for row in timed if row.variant in ANNOTATED]
         return [
@@ -337,20 +338,6 @@ class Group:
             print(f"  {name}: the profiler recorded no kernels", flush=True)
         if not self.keeps_states:
             del self.states[name]
-
-
-def gain(rival, ours):
-    """Percent more tokens per second, round by round: the median, least and most.
-
-    Both are records of rows that were timed in the same rounds.
-    """
-    pairs = zip(rival["rounds_ms"], ours["rounds_ms"], strict=True)
-    percent = [100 * (theirs / mine - 1) for theirs, mine in pairs]
-    return {
-        "percent": statistics.median(percent),
-        "percent_least": min(percent),
-        "percent_most": max(percent),
-    }
 
 
 def message(error):

@@ -1,12 +1,27 @@
-"""The output of bench_step.py: rows, phases with their prediction, the longest kernels."""
+"""The output of bench_step.py: rows, gains, phases with their prediction."""
 
 import json
+import statistics
 
 from step_bench.trace import PHASES
 
 
 def read(path):
     return json.loads(path.read_text())
+
+
+def gain(rival, ours):
+    """Percent more tokens per second, round by round: the median, least and most.
+
+    Both are records of rows that were timed in the same rounds.
+    """
+    pairs = zip(rival["rounds_ms"], ours["rounds_ms"], strict=True)
+    percent = [100 * (theirs / mine - 1) for theirs, mine in pairs]
+    return {
+        "percent": statistics.median(percent),
+        "percent_least": min(percent),
+        "percent_most": max(percent),
+    }
 
 
 def text(found):
