@@ -2,14 +2,13 @@
 
     python experiments/bench_step.py --rows 'unrolled-8/*' --out runs/bench_step.json
     python experiments/bench_step.py --rows layers --size gpt2-small    # all ways to gather layers
-    python experiments/bench_step.py --tokens 1024,8192 \\
-        --rows unrolled/annotated_zero1+first_dim+clip+best_flags,unrolled/optim+float32sum+clip
+    python experiments/bench_step.py --rows zero1 --tokens 1024,8192    # beside best annotations
 
-A row is WORKLOAD/VARIANT+MODIFIERS; --list prints the known ones, and any other name that can be
-parsed is allowed. "unrolled-8x4": unrolled layers, 8 sequences per micro-batch and device, 4
-micro-batches. "scanned-1": a scan over layers. "unrolled" and "scanned": as many sequences as
---tokens says. "step-gpt2xl": only the optimizer step, on a tree of `jdistadam bench`. --checkpoint
-says what the backward pass computes again, in all rows.
+A row is WORKLOAD/VARIANT+MODIFIERS; --list prints the known ones and the names of sets, and any
+other name that can be parsed is allowed. "unrolled-8x4": unrolled layers, 8 sequences per
+micro-batch and device, 4 micro-batches. "scanned-1": a scan over layers. "unrolled" and "scanned":
+as many sequences as --tokens says. "step-gpt2xl": only the optimizer step, on a tree of `jdistadam
+bench`. --checkpoint says what the backward pass computes again, in all rows.
 
 Each workload has a floor: forward and backward pass with each device's own gradients. All rows of a
 workload start with the same random weights and tokens, are compared with optax on the floor's
@@ -214,7 +213,7 @@ def summarize(run):
 def main():
     args = arguments()
     if args.list:
-        print("\n".join(rows.KNOWN))
+        print("\n".join((*rows.KNOWN, *rows.SETS)))
         return 0
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     if args.processes and not args.distributed:

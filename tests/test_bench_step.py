@@ -341,6 +341,8 @@ def test_tokens_choose_the_number_of_sequences():
     names = [row.name for group in found.values() for row in group]
     assert names == ["unrolled-1/floor", "unrolled-1/optim", "unrolled-4/floor",
                      "unrolled-4/optim", "scanned-4/floor"]  # fmt: skip
+    found = rows.select("zero3_scanned", tokens=[2048], length=1024)
+    assert list(found) == ["scanned-2"] and len(found["scanned-2"]) == 3
     with pytest.raises(SystemExit, match="no sequences of 2048"):
         rows.select("unrolled/optim", tokens=[1024], length=2048)
     with pytest.raises(SystemExit, match="say how many --tokens"):

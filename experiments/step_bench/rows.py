@@ -199,7 +199,18 @@ _BLOCKS = (
     "annotated_fsdp",
     "annotated_fsdp+merge_nothing",
 )
+_TUNED = f"first_dim+clip+{BEST}"
+_OURS_ZERO3 = "optim_grads_params+float32sum"
 SETS = {
+    # Clipped steps beside the best annotations; --tokens says how many sequences.
+    "zero1": _group("unrolled", f"annotated_zero1+{_TUNED}", "optim+float32sum+clip"),
+    "zero3": _group(
+        "unrolled",
+        f"annotated_fsdp+{_TUNED}",
+        f"{_OURS_ZERO3}+gathered_once+whole_6+clip",
+        f"{_OURS_ZERO3}+block_by_block+clip",
+    ),
+    "zero3_scanned": _group("scanned", f"annotated_fsdp+{_TUNED}", f"{_OURS_ZERO3}+clip"),
     # All ways to gather the layers of a model.
     "layers": [
         *_group("unrolled-8", *_BLOCKS),
@@ -266,10 +277,11 @@ def select(patterns, *, tokens=(), length=1024, checkpoint="none"):
     names = []
     for pattern in patterns.split(","):
         found = SETS.get(pattern) or fnmatch.filter(KNOWN, pattern)
-        found = found or ([] if "*" in pattern else with_tokens(pattern, tokens, length))
+        found = found or ([] if "*" in pattern else [pattern])
         if not found:
             raise SystemExit(f"no known row is like {pattern!r}; see --list")
         names += found
+    names = [row for name in names for row in with_tokens(name, tokens, length)]
     groups = {}
     for name in dict.fromkeys(names):
         row = parse(name, checkpoint)
