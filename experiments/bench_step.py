@@ -175,10 +175,12 @@ class Run:
         try:
             group.compile(args.jobs)
             if not args.compile_only:
+                limit = memory_limit(self.mesh)
+                group.drop_too_large(limit)
                 group.make_data()
                 if not args.no_check:
                     group.make_references()
-                group.measure(args.rounds, args.trace_steps, memory_limit(self.mesh))
+                group.measure(args.rounds, args.trace_steps, 0.92 * limit)
         except Exception as error:
             for name in [*group.variants]:
                 group.drop(name, message(error))

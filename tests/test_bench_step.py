@@ -62,13 +62,15 @@ def small(monkeypatch):
     return Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(AxisType.Auto,))
 
 
-def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, capsys):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, capsys, keeps):
     names = [f"step-small/{x}" for x in ("annotated_zero1+clip", "optim+float32sum", "no_shard")]
     options = ["--rows", ",".join(names), "--rounds", "1", "--trace-steps", "0", "--jobs", "1"]
     monkeypatch.setattr(
         sys, "argv", ["bench_step.py", *options, "--out", str(tmp_path / "found.json")]
     )
     monkeypatch.setattr(bench_step, "make_mesh", lambda args: (small, False, "xla"))
+    monkeypatch.setattr(group.Group, "fit_together", lambda *_: keeps)
     assert bench_step.main() == 0
     found = json.loads((tmp_path / "found.json").read_text())["results"]["rows"]
     assert [row["name"] for row in found] == names
@@ -76,6 +78,30 @@ def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, caps
     for row in found:
         assert row["check"]["passed"] and row["ms"] > 0 and row["name"] in printed
         assert row["check"]["distance"] < row["check"]["bound"]
+
+
+def test_rows_without_memory_do_not_end_the_command(monkeypatch, tmp_path, small):
+    """The floor of one workload, and all rows of another."""
+    options = ["--size", "tiny", "--rounds", "1", "--trace-steps", "0", "--jobs", "1"]
+    chosen = "unrolled-1/optim,step-small/optim"
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(
+        sys, "argv", ["bench_step.py", *options, "--rows", chosen, "--out", str(out)]
+    )
+    monkeypatch.setattr(bench_step, "make_mesh", lambda args: (small, False, "xla"))
+    drop = group.Group.drop_too_large
+
+    def drop_some(found, limit):
+        if found.floor:
+            found.tried[found.floor][""]["temporary_bytes"] = 1 << 40
+        drop(found, 1 << 30 if found.floor else 0)
+
+    monkeypatch.setattr(group.Group, "drop_too_large", drop_some)
+    assert bench_step.main() == 1
+    floor, ours, alone_too = json.loads(out.read_text())["results"]["rows"]
+    assert floor["failed"].startswith("out of memory") and "ms" not in floor
+    assert ours["ms"] > 0 and "ratio_to_floor" not in ours
+    assert alone_too["failed"].startswith("out of memory")
 
 
 @pytest.mark.parametrize("clips", [False, True])

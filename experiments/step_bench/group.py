@@ -273,12 +273,14 @@ class Group:
             del programs[flags]
 
     def measure(self, rounds, traced_steps, limit):
-        """Times the rows in turn, each round in the other order, and fills in their records."""
-        self.drop_too_large(limit)
+        """Times the rows in turn, each round in the other order, and fills in their records.
+
+        States are kept between turns if all fit into ``limit`` bytes.
+        """
         for name in [*self.variants]:
             with self._dropping(name):
                 self.choose(name)
-        self.keeps_states = self.fit_together(0.92 * limit)
+        self.keeps_states = self.fit_together(limit)
         if not self.keeps_states:
             print("  too large together: each turn makes its state", flush=True)
         steps, times = {}, {}
