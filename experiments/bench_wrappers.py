@@ -139,7 +139,7 @@ def main():
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     size_name = args.size or ("gpt-1.3b" if on_gpu else "tiny")
-    size, workload = model.SIZES[size_name], model.Workload(True, 8)
+    size, workload = model.SIZES[size_name], model.Workload(True, 8, checkpoint="blocks")
     sharding = NamedSharding(Mesh(np.asarray([device]), ("data",)), P())
     shapes = model.shapes(size, True)
     loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")

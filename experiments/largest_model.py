@@ -64,7 +64,7 @@ class Row:
         self.method = name.partition("-")[0]
         self.mesh = mesh
         size = size_of(name, width)
-        workload = model.Workload(False, max(8, sequences))  # rematerializes
+        workload = model.Workload(False, sequences, checkpoint="blocks")
         self.loss = model.make_loss(size, workload, attention)
         self.shapes = model.shapes(size, False)
         if METHODS[self.method] is None:

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from lm import markdown
+from step_bench import tables
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 LOW_PRECISION = (  # row, bytes moved per parameter, its name here
@@ -138,23 +139,26 @@ def clipped(records) -> str:
 
 
 def gains() -> str:
-    """How many percent more tokens/s the fastest steps have than rivals; one line per run.
-
-    By ratios within a round, unless floors differ.
-    """
+    """How many percent more tokens/s the fastest steps have than rivals; one line per run."""
     table = []
-    for rival, key, name in (
-        ("annotated", "ratio_to_floor", "annotations"),
-        ("torch_fsdp2", "ms", "torch FSDP2"),
-    ):
+    for rival, name in (("annotated", "annotations"), ("torch_fsdp2", "torch FSDP2")):
         for record, gpus in CLIPPED + CLIPPED_FOUR:
             of_groups = clipped_steps(record).values()
             if all(has(rows, rival) for rows in of_groups):
                 pairs = [(fastest(rows, rival), fastest(rows, "optim")) for rows in of_groups]
-                cells = (f"{100 * (other[key] / ours[key] - 1):+.1f} %" for other, ours in pairs)
+                cells = (_gain_cell(*pair, in_rounds=rival == "annotated") for pair in pairs)
                 machine = record[:4].upper()
                 table.append((f"{machine}: {gpus}", name, *cells))
     return markdown.table(("GPUs", "rival", "8 sequences", "1 sequence"), table)
+
+
+def _gain_cell(rival, ours, in_rounds) -> str:
+    """By ratios within a round, with their least and most, or by medians of different rounds."""
+    if not in_rounds:
+        return f"{100 * (rival['ms'] / ours['ms'] - 1):+.1f} %"
+    found = tables.gain(rival, ours)
+    least, most = found["percent_least"], found["percent_most"]
+    return f"{found['percent']:+.1f} % ({least:+.1f} to {most:+.1f})"
 
 
 SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
@@ -415,10 +419,9 @@ def fastest(rows, prefix) -> dict:
 
 
 def gain(record, variant, group) -> str:
-    """How many percent more tokens/s than with the fastest annotations, by ratios of one round."""
+    """How many percent more tokens/s than with the fastest annotations, the median of rounds."""
     rows = clipped_steps(record)[group]
-    rival, ours = fastest(rows, "annotated"), rows[variant]
-    return f"{100 * (rival['ratio_to_floor'] / ours['ratio_to_floor'] - 1):.1f} %"
+    return f"{tables.gain(fastest(rows, 'annotated'), rows[variant])['percent']:.1f} %"
 
 
 def headline() -> str:

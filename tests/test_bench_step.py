@@ -15,7 +15,7 @@ from support.paths import ROOT, environment
 
 sys.path.insert(0, str(ROOT / "experiments"))
 import bench_step
-from step_bench import alone, budget, chart, check, group, rows, tables, trace
+from step_bench import alone, budget, chart, check, flops, group, model, rows, tables, trace
 
 FAST_COMPILATION = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
@@ -62,13 +62,15 @@ def small(monkeypatch):
     return Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(AxisType.Auto,))
 
 
-def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, capsys):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, capsys, keeps):
     names = [f"step-small/{x}" for x in ("annotated_zero1+clip", "optim+float32sum", "no_shard")]
     options = ["--rows", ",".join(names), "--rounds", "1", "--trace-steps", "0", "--jobs", "1"]
     monkeypatch.setattr(
         sys, "argv", ["bench_step.py", *options, "--out", str(tmp_path / "found.json")]
     )
     monkeypatch.setattr(bench_step, "make_mesh", lambda args: (small, False, "xla"))
+    monkeypatch.setattr(group.Group, "fit_together", lambda *_: keeps)
     assert bench_step.main() == 0
     found = json.loads((tmp_path / "found.json").read_text())["results"]["rows"]
     assert [row["name"] for row in found] == names
@@ -76,6 +78,30 @@ def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, caps
     for row in found:
         assert row["check"]["passed"] and row["ms"] > 0 and row["name"] in printed
         assert row["check"]["distance"] < row["check"]["bound"]
+
+
+def test_rows_without_memory_do_not_end_the_command(monkeypatch, tmp_path, small):
+    """The floor of one workload, and all rows of another."""
+    options = ["--size", "tiny", "--rounds", "1", "--trace-steps", "0", "--jobs", "1"]
+    chosen = "unrolled-1/optim,step-small/optim"
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(
+        sys, "argv", ["bench_step.py", *options, "--rows", chosen, "--out", str(out)]
+    )
+    monkeypatch.setattr(bench_step, "make_mesh", lambda args: (small, False, "xla"))
+    drop = group.Group.drop_too_large
+
+    def drop_some(found, limit):
+        if found.floor:
+            found.tried[found.floor][""]["temporary_bytes"] = 1 << 40
+        drop(found, 1 << 30 if found.floor else 0)
+
+    monkeypatch.setattr(group.Group, "drop_too_large", drop_some)
+    assert bench_step.main() == 1
+    floor, ours, alone_too = json.loads(out.read_text())["results"]["rows"]
+    assert floor["failed"].startswith("out of memory") and "ms" not in floor
+    assert ours["ms"] > 0 and "ratio_to_floor" not in ours
+    assert alone_too["failed"].startswith("out of memory")
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -248,16 +274,148 @@ def test_unknown_rows_are_named(name, message):
         rows.select(name)
 
 
-def test_batches_fit_into_memory_with_their_floor():
-    names = [f"unrolled-8/{x}" for x in ("floor", "optim", "optim_grads", "no_shard")]
+def fake_group(held, temporary):
+    """A group of three rows that are compiled, the first of them the floor."""
+    names = [f"unrolled-8/{x}" for x in ("floor", "optim", "annotated_zero1+best_flags")]
     found = object.__new__(group.Group)
-    found.rows, found.variants = [rows.parse(name) for name in names], dict.fromkeys(names)
-    held = dict(zip(names, (1, 4, 4, 4), strict=True))
-    found.records = {
-        n: {"argument_bytes": held[n], "temporary_bytes": 2, "parameters": 0} for n in names
-    }
-    assert found.batches(11) == [names[:3], [names[0], names[3]]]
-    assert found.batches(1) == [[names[0], name] for name in names[1:]]
+    found.rows, found.mesh = [rows.parse(name) for name in names], types.SimpleNamespace(size=2)
+    found.variants, found.states = dict.fromkeys(names), {}
+    found.records = {name: {"name": name, "parameters": 0} for name in names}
+    flags = dict(zip(names, ([""], [""], ["none", "early"]), strict=True))
+    found.programs = {name: dict.fromkeys(flags[name]) for name in names}
+    memory = {"argument_bytes": held, "temporary_bytes": temporary}
+    found.tried = {name: {x: dict(memory) for x in flags[name]} for name in names}
+    for name in names:
+        found.records[name] |= memory
+    return found, names
+
+
+def test_states_of_all_rows_must_fit_with_one_step():
+    found, _ = fake_group(held=4, temporary=2)
+    assert found.fit_together(14) and not found.fit_together(13)
+    for record in found.records.values():
+        record["parameters"] = 1  # 8 bytes, to start with
+    assert found.fit_together(22) and not found.fit_together(21)
+
+
+def test_rows_that_need_too_much_memory_are_left_out(capsys):
+    found, (floor, ours, rival) = fake_group(held=4, temporary=2)
+    found.tried[floor][""]["temporary_bytes"] = found.tried[rival]["none"]["temporary_bytes"] = 20
+    found.drop_too_large(10)
+    assert found.floor is None and list(found.programs) == [ours, rival]
+    assert found.records[floor]["failed"].startswith("out of memory: ")
+    assert list(found.programs[rival]) == ["early"] and "failed" not in found.records[rival]
+    found.tried[rival]["early"]["argument_bytes"] = 20
+    found.drop_too_large(10)
+    assert list(found.variants) == [ours]
+    assert all("failed" in x for x in found.records[rival]["tried"])
+
+
+def test_a_row_takes_the_fastest_of_its_flags(small, monkeypatch):
+    """Of three, of which one fails; all are in its record."""
+    chosen = [rows.parse(f"step-small/{x}") for x in ("annotated_zero1", "optim")]
+    found = group.Group(chosen, None, small, False, "xla")
+    found.compile(1)
+    found.make_data()
+    name = chosen[0].name
+    program = found.programs[name].pop("")
+    found.programs[name] = dict.fromkeys(("slow", "broken", "fast"), program)
+    found.tried[name] = {x: {"options": {x: True}} for x in found.programs[name]}
+    seconds = iter((9.0, 3.0, 2.0, 2.0, 1.0, 1.0, 8.0, 1.0, 7.0))
+
+    def turn(name, steps):
+        calls.append(steps)
+        if len(calls) == 4:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of it")
+        return next(seconds)
+
+    calls = []
+    monkeypatch.setattr(found, "_turn", turn)
+    found.choose(name)
+    record = found.records[name]
+    assert record["flags"] == "fast" and record["options"] == {"fast": True}
+    assert list(found.programs[name]) == ["fast"] and found.variants[name].program is program
+    slow, broken, fast = record["tried"]
+    assert slow["ms"] > fast["ms"] > 0 and broken["failed"].startswith("out of memory")
+
+
+def test_flags_to_try():
+    row = rows.parse("scanned-2/annotated_fsdp+clip+best_flags")
+    for scanned, names in rows.FLAGS.items():
+        assert len(names) == len(set(names)) <= rows.MOST_FLAGS, scanned
+    assert list(row.choices()) == list(rows.FLAGS[True])
+    choices = row.choices(["none", "early+pipelined"])
+    assert choices["none"].options == rows.merging(256 << 20)
+    added = rows.OPTIONS["early"] | rows.OPTIONS["pipelined"]
+    assert choices["early+pipelined"].options == rows.merging(256 << 20) | added
+    assert rows.parse("scanned-2/optim").choices() == {"": rows.parse("scanned-2/optim")}
+    with pytest.raises(SystemExit, match="no flags late"):
+        row.choices(["late"])
+    with pytest.raises(SystemExit, match="9 flags to try"):
+        row.choices(["none", *[x for x in rows.OPTIONS][:8]])
+
+
+def test_a_gain_is_the_median_of_ratios_within_rounds():
+    rival, ours = {"rounds_ms": [110.0, 120.0, 102.0]}, {"rounds_ms": [100.0, 100.0, 100.0]}
+    found = tables.gain(rival, ours)
+    expected = {"percent": 10, "percent_least": 2, "percent_most": 20}
+    assert found == pytest.approx(expected)
+
+
+def test_tokens_choose_the_number_of_sequences():
+    found = rows.select("unrolled/optim,scanned-4/floor", tokens=[2048, 8192], length=2048)
+    names = [row.name for group in found.values() for row in group]
+    assert names == ["unrolled-1/floor", "unrolled-1/optim", "unrolled-4/floor",
+                     "unrolled-4/optim", "scanned-4/floor"]  # fmt: skip
+    found = rows.select("zero3_scanned", tokens=[2048], length=1024)
+    assert list(found) == ["scanned-2"] and len(found["scanned-2"]) == 3
+    with pytest.raises(SystemExit, match="no sequences of 2048"):
+        rows.select("unrolled/optim", tokens=[1024], length=2048)
+    with pytest.raises(SystemExit, match="say how many --tokens"):
+        rows.select("unrolled/optim")
+
+
+@pytest.mark.parametrize("name", model.SIZES)
+def test_flops_count_what_is_multiplied(name):
+    """Two per parameter that is multiplied by activations, forward, and four backward."""
+    size = model.SIZES[name]
+    leaves = model.shapes(size, is_scanned=False)
+    everything = sum(x.size for x in jax.tree.leaves(leaves))
+    unused = leaves["embed"].size if size.is_llama else leaves["positions"].size
+    attention = 6 * size.layers * size.width * size.length
+    assert flops.per_token(size) == 6 * (everything - unused) + attention
+
+
+def test_utilization():
+    size = model.SIZES["gpt-1.3b"]
+    found = flops.describe(size, "NVIDIA H100 80GB HBM3")
+    assert found["peak_per_second"] == 989.4e12
+    assert flops.utilization(66_000, found, 1) == pytest.approx(0.544, abs=0.001)
+    assert flops.utilization(66_000, flops.describe(size, "cpu"), 1) is None
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-llama"])
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_checkpoints_change_memory_and_no_result(size, is_scanned):
+    size = model.SIZES[size]
+    params = model.draw(
+        model.shapes(size, is_scanned), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    found = {}
+    for checkpoint in model.CHECKPOINTS:
+        workload = model.Workload(is_scanned, 2, checkpoint=checkpoint)
+        loss = model.make_loss(size, workload, "xla")
+        tokens = model.tokens(size, workload, 1)[0, 0]
+        value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
+        kept = jax.eval_shape(lambda p, loss=loss, t=tokens: jax.vjp(loss, p, t)[1], params)
+        found[checkpoint] = value, grads, sum(x.size for x in jax.tree.leaves(kept))
+    (value, grads, most), *others = found.values()
+    assert np.isclose(value, np.log(size.vocabulary), atol=0.2)
+    for other, others_grads, kept in others:
+        np.testing.assert_allclose(other, value, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), others_grads, grads)
+        assert kept < most
+        most = kept
 
 
 def test_samples_of_an_array_on_one_device_without_a_mesh():

@@ -87,11 +87,13 @@ def make_row_tx(row, mesh):
     is_ours = row.variant in STRATEGIES
     is_scanned = is_ours and not row.is_alone and row.workload.is_scanned
     strategy = _LIKE_OURS.get(row.variant, row.variant)
-    return make_tx(mesh, strategy, row.modifiers, is_scanned=is_scanned)
+    # "early" is a compiler option of annotations, and updates ours early.
+    modifiers = row.modifiers if is_ours else row.modifiers & {"clip"}
+    return make_tx(mesh, strategy, modifiers, is_scanned=is_scanned)
 
 
 def _gathers_again(row):
-    return not row.is_alone and (row.workload.is_scanned or row.workload.recomputes)
+    return not row.is_alone and (row.workload.is_scanned or row.workload.checkpoint != "none")
 
 
 def bfloat16_shapes(tree):

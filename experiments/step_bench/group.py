@@ -11,12 +11,17 @@ from lm import power, processes, report
 
 from jdistadam.tools import hlo
 from step_bench import alone, check, model, trace, variants
+from step_bench.rows import ANNOTATED, FLOOR, STRATEGIES
+from step_bench.tables import gain
 
 TURN_SECONDS, MOST_STEPS = 0.7, 200
+TRIAL_SECONDS, TRIAL_TURNS = 0.25, 3  # for each of the flags that a row tries
 
 
 class Group:
     """Rows that do the same work: a floor, and the rows compared with it.
+
+    A row that fails, or does not fit into memory, is left out: its record says why.
 
     Args:
       rows: Rows of ``rows.select``, the floor first.
@@ -24,9 +29,10 @@ class Group:
       mesh: Devices, which need not exist for ``compile``.
       on_gpu: Whether the programs are for GPUs.
       attention: Implementation of ``jax.nn.dot_product_attention``.
+      flags: What rows with "best_flags" try; None: ``rows.FLAGS``.
     """
 
-    def __init__(self, rows, size, mesh, on_gpu, attention):
+    def __init__(self, rows, size, mesh, on_gpu, attention, flags=None):
         self.rows, self.mesh, self.on_gpu = rows, mesh, on_gpu
         workload = rows[0].workload
         if rows[0].is_alone:
@@ -36,194 +42,315 @@ class Group:
             self.setting, make = variants.Setting(size, workload, mesh, attention), variants.make
             self.bound = check.tolerance(size.layers, mesh.size)
         self.variants = {row.name: make(row, self.setting, on_gpu) for row in rows}
-        self.records = {
+        # By the name of a row, then by that of the flags: "" alone for a row that tries none.
+        self.tried = {
             row.name: {
-                "name": row.name,
-                "options": row.options if on_gpu else {},
-                "parameters": sum(x.size for x in jax.tree.leaves(self.setting.shapes)),
+                flags: {"options": choice.options if on_gpu else {}}
+                for flags, choice in row.choices(flags).items()
             }
             for row in rows
         }
+        self.programs = {row.name: {} for row in rows}
+        self.states, self.data, self.references = {}, {}, {}
+        self.keeps_states = True
+        parameters = sum(x.size for x in jax.tree.leaves(self.setting.shapes))
+        self.records = {row.name: {"name": row.name, "parameters": parameters} for row in rows}
 
     @property
     def tokens(self):
         """Tokens per step; 0 without a model."""
         return 0 if self.rows[0].is_alone else self.setting.rows * self.setting.size.length
 
-    def compile(self, jobs):
-        """Compiles all rows, the first one alone: it finds the fastest matrix products for all."""
-        names = list(self.variants)
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            self._compile(names[0])
-            for _ in pool.map(self._compile_or_drop, names[1:]):
-                pass
-
-    def _compile_or_drop(self, name):
-        with self._dropping(name):
-            self._compile(name)
+    @property
+    def floor(self):
+        """The name of the floor; None if it failed, or without a model."""
+        first = self.rows[0]
+        return first.name if first.variant == FLOOR and first.name in self.variants else None
 
     @contextlib.contextmanager
     def _dropping(self, name):
-        """Continues without a row that fails: it says why, and the others keep their results."""
+        """Continues without a row that fails."""
         try:
             yield
         except Exception as error:  # of any library below
-            if name == self.rows[0].name:
-                raise  # nothing to compare with
-            message = f"{type(error).__name__}: {error}"
-            self.records[name]["failed"] = message[:2000]
-            del self.variants[name]
-            print(f"  FAILED {name}: {message[:600]}", flush=True)
+            self.drop(name, message(error))
 
-    def _compile(self, name):
+    def drop(self, name, message):
+        """Leaves out a row."""
+        self.records[name]["failed"] = message
+        if tried := _record_of(self.tried[name]):
+            self.records[name]["tried"] = tried
+        for held in (self.variants, self.programs, self.states):
+            held.pop(name, None)
+        print(f"  FAILED {name}: {message[:600]}", flush=True)
+
+    def compile(self, jobs):
+        """Compiles all rows, the first one alone: it finds the fastest matrix products for all.
+
+        A row is traced once, whatever it tries.
+        """
+        first, *others = self.variants
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            begun = self._submit(pool, first, self._lower(first))
+            lowered = {name: self._lower(name) for name in others}  # while the first is compiled
+            concurrent.futures.wait(begun)
+            for name in sorted(others, key=lambda name: -len(self.tried[name])):
+                self._submit(pool, name, lowered[name])
+        for name in [*self.variants]:
+            if self.programs[name]:
+                self._take(name, next(iter(self.programs[name])))
+            else:
+                self.drop(name, next(iter(self.tried[name].values()))["failed"])
+
+    def _lower(self, name):
         start = time.perf_counter()
-        lowered = self.variants[name].lower()
-        traced = time.perf_counter()
-        program = self.variants[name].program = lowered.compile()
+        with self._dropping(name):
+            lowered = self.variants[name].lower()
+            self.records[name]["trace_seconds"] = time.perf_counter() - start
+            return lowered
+
+    def _submit(self, pool, name, lowered):
+        """Starts to compile a row with each of the flags that it tries."""
+        tried = self.tried[name] if lowered else ()
+        return [pool.submit(self._compile, name, flags, lowered) for flags in tried]
+
+    def _compile(self, name, flags, lowered):
+        found = self.tried[name][flags]
+        start = time.perf_counter()
+        try:
+            # Without a choice jit itself has the options, and finds this program again.
+            program = lowered.compile(found["options"] or None) if flags else lowered.compile()
+        except Exception as error:
+            found["failed"] = message(error)
+            print(f"  FAILED {name} {flags}: {found['failed'][:600]}", flush=True)
+            return
         memory = program.memory_analysis()
-        self.records[name] |= {
-            "trace_seconds": traced - start,
-            "compile_seconds": time.perf_counter() - traced,
+        found |= {
+            "compile_seconds": time.perf_counter() - start,
             "argument_bytes": memory.argument_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
-            "collectives": _collectives(program.as_text()),
         }
-        if tx := getattr(self.variants[name], "tx", None):
-            self.records[name]["communication"] = str(tx.config.communication)
+        self.programs[name][flags] = program
         print(
-            f"  compiled {name:<46} {self.records[name]['compile_seconds']:6.1f} s, "
+            f"  compiled {f'{name} {flags}':<66} {found['compile_seconds']:6.1f} s, "
             f"held {memory.argument_size_in_bytes / 1e9:6.2f} GB, "
             f"temporary {memory.temp_size_in_bytes / 1e9:6.2f} GB",
             flush=True,
         )
 
-    def batches(self, limit):
-        """Rows that fit into memory together, each batch with the floor; ``limit``: bytes."""
-        held = {name: self.records[name]["argument_bytes"] for name in self.variants}
-        most = max(self.records[name]["temporary_bytes"] for name in self.variants)
+    def _take(self, name, flags):
+        """Makes one of its programs that of a row."""
+        record, program = self.records[name], self.programs[name][flags]
+        record |= self.tried[name][flags]
+        record["collectives"] = _collectives(program.as_text())
+        self.variants[name].program = program
+        if tx := getattr(self.variants[name], "tx", None):
+            record["communication"] = str(tx.config.communication)
+        if tried := _record_of(self.tried[name]):
+            record |= {"flags": flags, "tried": tried}
+
+    def drop_too_large(self, limit):
+        """Leaves out programs that need more memory than ``limit`` bytes, and rows without any."""
+        for name, programs in [*self.programs.items()]:
+            for flags in [*programs]:
+                found = self.tried[name][flags]
+                needed = found["argument_bytes"] + found["temporary_bytes"]
+                if needed > limit:
+                    found["failed"] = f"out of memory: {needed / 1e9:.1f} of {limit / 1e9:.1f} GB"
+                    del programs[flags]
+            if not programs:
+                self.drop(name, next(iter(self.tried[name].values()))["failed"])
+
+    def fit_together(self, limit):
+        """Whether the states of all rows fit into this many bytes, besides what a step needs."""
+        records = [self.records[name] for name in self.variants]
         # The float32 values from which a state is made, and a copy of them: whole ones, unless all
         # states are made of shards.
         shards = all("fsdp" in x or "optim_grads_params" in x for x in [*self.variants][1:])
-        parameters = next(iter(self.records.values()))["parameters"]
-        fixed = most + 8 * parameters / (self.mesh.size if shards else 1)
-        first, *others = self.variants
-        always, others = ([], [first, *others]) if self.rows[0].is_alone else ([first], others)
-        batches = [[*always]]
-        for name in others:
-            taken = fixed + sum(held[x] for x in batches[-1])
-            if batches[-1] != always and taken + held[name] > limit:
-                batches.append([*always])
-            batches[-1].append(name)
-        return batches
+        parts = self.mesh.size if shards else 1
+        start = max((8 * x["parameters"] / parts for x in records), default=0)
+        most = max((x["temporary_bytes"] for x in records), default=0)
+        return sum(x["argument_bytes"] for x in records) + start + most <= limit
 
-    def data(self):
-        """The inputs of steps by name, placed once per placement."""
+    def make_data(self):
+        """Places the inputs of steps, once per placement."""
         if self.rows[0].is_alone:
-            return dict.fromkeys(self.variants, self.setting.grads())
-        tokens = model.tokens(self.setting.size, self.setting.workload, self.mesh.size)
-        return {name: variant.place(tokens) for name, variant in self.variants.items()}
-
-    def references(self, data):
-        """The correct parameters, by whether gradients are clipped, for the rows there are."""
-        first = next(iter(self.variants))
-        if self.rows[0].is_alone:
-            loss_and_grads = lambda params, grads: (None, grads)  # noqa: E731
+            self.data = dict.fromkeys(self.variants, self.setting.grads())
         else:
-            loss_and_grads = self.variants[first].loss_and_grads
-        needed = {"clip" in row.modifiers for row in self.rows if row.variant != "floor"}
-        return {
-            clips: check.Reference(self.setting, loss_and_grads, data[first], clips)
+            tokens = model.tokens(self.setting.size, self.setting.workload, self.mesh.size)
+            self.data = {name: variant.place(tokens) for name, variant in self.variants.items()}
+
+    def make_references(self):
+        """Computes the correct parameters, by whether gradients are clipped, for these rows."""
+        if self.rows[0].is_alone:
+            first, loss_and_grads = next(iter(self.variants)), lambda _, grads: (None, grads)
+        elif self.floor:
+            first, loss_and_grads = self.floor, self.variants[self.floor].loss_and_grads
+        else:
+            return  # nothing to compare with
+        needed = {"clip" in row.modifiers for row in self.rows if row.variant != FLOOR}
+        self.references = {
+            clips: check.Reference(self.setting, loss_and_grads, self.data[first], clips)
             for clips in needed
         }
 
-    def start(self, name, data, references):
-        """State of a row after the checked steps, or its first one if there is no reference."""
-        variant, record = self.variants[name], self.records[name]
-        params = self.setting.draw()
-        state = variant.start(params)
-        del params
+    def _start(self, name):
+        """Makes the state of a row, and runs its first step."""
+        self.states[name] = self.variants[name].start(self.setting.draw())
+        self._run(name, 1)
+
+    def _check(self, name):
+        """Compares the first steps of a row with its reference, if there is one."""
         row = next(row for row in self.rows if row.name == name)
-        reference = references.get("clip" in row.modifiers)
+        reference = self.references.get("clip" in row.modifiers)
         # Without main parameters, bfloat16 ones move by whole units in the last place, at random.
-        if reference is None or row.variant == "floor" or "no_main" in row.modifiers:
-            return state
-        losses = []
+        if reference is None or row.variant == FLOOR or "no_main" in row.modifiers:
+            return
+        variant, losses = self.variants[name], []
+        state = variant.start(self.setting.draw())
         for _ in range(variants.CHECKED_STEPS):
-            state, loss = variant.step(state, data[name])
+            state, loss = variant.step(state, self.data[name])
             losses.append(loss)
         end = check.sample(variant.main_params(state))
-        record["check"] = found = check.compare(reference, end, losses, self.bound)
+        found = check.compare(reference, end, losses, self.bound)
+        self.records[name]["check"] = found
         verdict = "agrees" if found["passed"] else "DIFFERS"
         print(
             f"  {verdict} {name}: {found['worst_leaf']} off by {found['distance']:.4f}, "
             f"loss by {found['losses_apart']:.5f}; bound {found['bound']:.4f}",
             flush=True,
         )
-        return state
 
-    def measure(self, names, data, references, rounds, traced_steps):
-        """Times these rows in turn, each round in the other order, and fills in their records."""
-        states = {}
-        for name in names:
+    def _turn(self, name, steps):
+        """Seconds per step of a row; its state is made if there is none."""
+        if name not in self.states:
+            self._start(name)
+        seconds = self._run(name, steps)
+        if not self.keeps_states:
+            del self.states[name]
+        return seconds
+
+    def _run(self, name, steps):
+        processes.meet(name)
+        state = self.states.pop(name)  # a step that fails may have used it up
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, loss = self.variants[name].step(state, self.data[name])
+        jax.block_until_ready((state, loss))
+        seconds = (time.perf_counter() - start) / steps
+        self.states[name] = state
+        return seconds
+
+    def _steps(self, seconds, of_one, least=3):
+        """How many steps take about so many seconds; equal on all processes."""
+        wanted = round(seconds / of_one) if self.on_gpu else 3
+        return int(processes.of_first(min(max(least, wanted), MOST_STEPS)))
+
+    def choose(self, name):
+        """Times the programs of a row in turn, and takes the fastest."""
+        programs, times, steps = self.programs[name], {}, None
+        if len(programs) > 1:
+            for i in range(TRIAL_TURNS):
+                for flags in [*programs][:: (-1) ** i]:
+                    self.variants[name].program = programs[flags]
+                    try:
+                        if i == 0:
+                            self._turn(name, 1)
+                            steps = steps or self._steps(TRIAL_SECONDS, self._turn(name, 1), 1)
+                        times.setdefault(flags, []).append(1e3 * self._turn(name, steps))
+                    except Exception as error:
+                        self.tried[name][flags]["failed"] = message(error)
+                        del programs[flags]
+                        times.pop(flags, None)
+            for flags, found in times.items():
+                self.tried[name][flags]["ms"] = processes.of_first(statistics.median(found))
+            self.states.pop(name, None)
+        if not programs:
+            raise RuntimeError("all flags failed")
+        best = min(programs, key=lambda flags: self.tried[name][flags].get("ms", 0.0))
+        self._take(name, best)
+        for flags in programs.keys() - {best}:
+            del programs[flags]
+
+    def measure(self, rounds, traced_steps, limit):
+        """Times the rows in turn, each round in the other order, and fills in their records.
+
+        States are kept between turns if all fit into ``limit`` bytes.
+        """
+        for name in [*self.variants]:
             with self._dropping(name):
-                state = self.start(name, data, references)
-                states[name], _ = self._turn(name, state, data, 1)
-        names = list(states)
-        steps, times = {}, {name: [] for name in names}
-        for name in names:
-            states[name], seconds = self._turn(name, states[name], data, 2)
-            wanted = round(TURN_SECONDS / seconds) if self.on_gpu else 3
-            steps[name] = int(processes.of_first(min(max(3, wanted), MOST_STEPS)))
+                self.choose(name)
+        self.keeps_states = self.fit_together(limit)
+        if not self.keeps_states:
+            print("  too large together: each turn makes its state", flush=True)
+        steps, times = {}, {}
+        for name in [*self.variants]:
+            with self._dropping(name):
+                self._check(name)
+                steps[name] = self._steps(TURN_SECONDS, self._turn(name, 2))
+                times[name] = []
         logs = self.on_gpu and processes.is_first()
         with power.PowerLog() if logs else contextlib.nullcontext() as log:
             for i in range(rounds):
-                for name in names[:: (-1) ** i]:
-                    states[name], seconds = self._turn(name, states[name], data, steps[name])
-                    times[name].append(1e3 * seconds)
-        for name in names:
-            self.records[name] |= self._timed(times[name], times[names[0]])
+                for name in [*self.variants][:: (-1) ** i]:
+                    with self._dropping(name):
+                        times[name].append(1e3 * self._turn(name, steps[name]))
+        for name in self.variants:
+            self.records[name] |= self._timed(times[name], times.get(self.floor))
             rounds_of_all = processes.of_all(times[name])
             self.records[name]["ms_of_processes"] = list(map(statistics.median, rounds_of_all))
             self.records[name]["power"] = log.summary() if log else None
-        for name in names if self.on_gpu and traced_steps else ():
-            states[name] = self._trace(name, states[name], data, traced_steps)
-
-    def _turn(self, name, state, data, steps):
-        processes.meet(name)
-        start = time.perf_counter()
-        for _ in range(steps):
-            state, loss = self.variants[name].step(state, data[name])
-        jax.block_until_ready((state, loss))
-        return state, (time.perf_counter() - start) / steps
+        for name in [*self.variants] if self.on_gpu and traced_steps else ():
+            with self._dropping(name):
+                self._trace(name, traced_steps)
 
     def _timed(self, times, floors):
         """Ratios within one round: other rounds had other clocks of the GPU."""
         median = statistics.median(times)
         found = {"ms": median, "ms_least": min(times), "ms_most": max(times), "rounds_ms": times}
         if self.tokens:
+            found["tokens_per_second"] = self.tokens / median * 1e3
+        if floors:
             ratios = [x / floor for x, floor in zip(times, floors, strict=True)]
             above = [x - floor for x, floor in zip(times, floors, strict=True)]
-            found |= {
-                "ratio_to_floor": statistics.median(ratios),
-                "above_floor_ms": statistics.median(above),
-                "tokens_per_second": self.tokens / median * 1e3,
-            }
+            found["ratio_to_floor"] = statistics.median(ratios)
+            found["above_floor_ms"] = statistics.median(above)
         return found
 
-    def _trace(self, name, state, data, steps):
-        held = [state]
+    def gains(self):
+        """What each row of ours gains beside each row of annotations: ``tables.gain``."""
+        timed = [row for row in self.rows if row.name in self.variants]
+        rivals = [row.name for row in timed if row.variant in ANNOTATED]
+        return [
+            {"row": row.name, "beside": rival} | gain(self.records[rival], self.records[row.name])
+            for row in timed
+            if row.variant in STRATEGIES
+            for rival in rivals
+        ]
 
-        def run():
-            held[0], _ = self._turn(name, held[0], data, steps)
-
+    def _trace(self, name, steps):
+        if name not in self.states:
+            self._start(name)
         origins = trace.op_names(self.variants[name].program.as_text())
-        events = trace.events_of(trace.record(run), origins)
+        events = trace.events_of(trace.record(lambda: self._run(name, steps)), origins)
         if events:
             self.records[name]["phases"] = trace.phases(events, steps)
             self.records[name]["longest"] = trace.longest(events, steps)
         else:
             print(f"  {name}: the profiler recorded no kernels", flush=True)
-        return held[0]
+        if not self.keeps_states:
+            del self.states[name]
+
+
+def message(error):
+    """What a record says of an exception."""
+    text = f"{type(error).__name__}: {error}"[:2000]
+    return f"out of memory: {text}" if "RESOURCE_EXHAUSTED" in text else text
+
+
+def _record_of(tried):
+    """What a row tried, for its record; empty without a choice."""
+    return [{"flags": flags} | found for flags, found in tried.items() if flags]
 
 
 def _collectives(text):

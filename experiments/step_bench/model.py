@@ -1,8 +1,11 @@
-"""A decoder-only transformer in plain functions, and the part of it that a step trains.
+"""Two decoder-only transformers in plain functions: one like GPT-2, one like Llama.
 
-No biases, root mean square norms, learned positions, tied embedding, two-dimensional attention
-kernels. Every weight is random: a GPU multiplies matrices with equal rows faster than those of a
-real model, by up to a tenth, because it uses less power.
+Both have no biases, root mean square norms and two-dimensional attention kernels. The GPT has
+learned positions, a perceptron with GELU and a tied embedding. The Llama has rotary positions,
+fewer heads of keys and values than of queries, SwiGLU, and an output matrix of its own.
+
+Every weight is random: a GPU multiplies matrices with equal rows faster than those of a real model,
+by up to a tenth, because it uses less power.
 """
 
 import dataclasses
@@ -14,25 +17,43 @@ import jax.numpy as jnp
 import numpy as np
 
 HEADS_AXIS = 2
+ROTARY_BASE = 10_000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes of a model."""
+    """Sizes of a model; with ``kv_heads`` it is like Llama, else like GPT-2."""
 
     layers: int
     width: int
     heads: int
     vocabulary: int
     length: int  # tokens of a sequence
+    kv_heads: int | None = None
+    hidden: int | None = None  # units of the perceptron; None: 4 * width
+
+    @property
+    def is_llama(self):
+        return self.kv_heads is not None
+
+    @property
+    def head_width(self):
+        return self.width // self.heads
 
 
 SIZES = {
     "gpt-1.3b": Size(layers=24, width=2048, heads=16, vocabulary=50304, length=1024),
     "gpt-6.7b": Size(layers=32, width=4096, heads=32, vocabulary=50304, length=1024),
     "gpt2-small": Size(layers=12, width=768, heads=12, vocabulary=50304, length=1024),
+    "llama-1.3b": Size(24, 2048, 16, 32000, 2048, kv_heads=8, hidden=5632),
+    "llama-7b": Size(32, 4096, 32, 32000, 2048, kv_heads=8, hidden=14336),
     "tiny": Size(layers=2, width=64, heads=4, vocabulary=256, length=32),
+    "tiny-llama": Size(2, 64, 4, 256, 32, kv_heads=2, hidden=128),
 }
+
+CHECKPOINTS = ("none", "dots", "blocks")
+"""What the backward pass computes again in each block: nothing; all but matrix products and
+attention; everything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +63,29 @@ class Workload:
     is_scanned: bool
     sequences: int  # of a micro-batch of one device
     accumulate_steps: int = 1
+    checkpoint: str = "none"  # of CHECKPOINTS
 
     @classmethod
-    def parse(cls, name):
+    def parse(cls, name, checkpoint="none"):
         """A workload from its name, or None if it has another form."""
         found = re.fullmatch(r"(unrolled|scanned)-(\d+)(?:x(\d+))?", name)
-        return found and cls(found[1] == "scanned", int(found[2]), int(found[3] or 1))
-
-    @property
-    def recomputes(self):
-        """Whether the backward pass rematerializes each block: if activations are large."""
-        return self.sequences >= 8
+        if not found:
+            return None
+        return cls(found[1] == "scanned", int(found[2]), int(found[3] or 1), checkpoint)
 
 
 def shapes(size, is_scanned):
     """Shapes of the float32 parameters."""
-    d = size.width
-    block = {"ln1": (d,), "qkv": (d, 3 * d), "out": (d, d), "ln2": (d,)}
-    block |= {"up": (d, 4 * d), "down": (4 * d, d)}
-    tree = {"embed": (size.vocabulary, d), "positions": (size.length, d), "norm": (d,)}
+    d, hidden = size.width, size.hidden or 4 * size.width
+    block = {"ln1": (d,), "out": (d, d), "ln2": (d,), "down": (hidden, d)}
+    tree = {"embed": (size.vocabulary, d), "norm": (d,)}
+    if size.is_llama:
+        block["qkv"] = (d, (size.heads + 2 * size.kv_heads) * size.head_width)
+        block["up"] = (d, 2 * hidden)
+        tree["output"] = (d, size.vocabulary)
+    else:
+        block |= {"qkv": (d, 3 * d), "up": (d, hidden)}
+        tree["positions"] = (size.length, d)
     if is_scanned:
         tree["layers"] = {name: (size.layers, *shape) for name, shape in block.items()}
     else:
@@ -117,33 +142,53 @@ def tokens(size, workload, devices):
     return np.random.default_rng(0).integers(0, size.vocabulary, shape, dtype=np.int32)
 
 
+def saves_products(primitive, *_, **params):
+    """A policy of ``jax.checkpoint``: keeps matrix products and the results of attention."""
+    if primitive.name == "dot_general":
+        return not any(params["dimension_numbers"][1])  # others are inside of attention
+    return primitive.name.startswith("dot_product_attention")
+
+
+def _checkpointed(body, workload, remat_policy):
+    """A block that keeps what the workload says and, of that, what ``remat_policy`` allows."""
+    # A loop keeps the passes apart itself; without the barriers XLA can move collectives.
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=not workload.is_scanned)
+    if workload.checkpoint == "blocks":
+        return checkpoint(body)
+    if workload.checkpoint == "none":
+        return body if remat_policy is None else checkpoint(body, policy=remat_policy)
+    if remat_policy is None:
+        return checkpoint(body, policy=saves_products)
+
+    def policy(*args, **params):
+        return saves_products(*args, **params) and remat_policy(*args, **params)
+
+    return checkpoint(body, policy=policy)
+
+
 def make_loss(size, workload, attention, gather=None, remat_policy=None, place=lambda x: x):
     """Returns ``loss(params, tokens)``, the mean cross-entropy of the next token in nats.
 
     Args:
       size: The model's.
-      workload: Whether it scans, and whether it rematerializes blocks.
+      workload: Whether it scans, and what the backward pass computes again.
       attention: Implementation of ``jax.nn.dot_product_attention``.
       gather: Makes unsharded parameters of a layer from the scan's, or from a block's and from the
         values that must be known ``after``.
-      remat_policy: What a block that is not rematerialized may keep; None: everything.
+      remat_policy: What a block may keep for the backward pass; None: everything.
       place: Tells XLA how an activation is sharded, if that is not known.
     """
-    apply = functools.partial(_block, heads=size.heads, attention=attention)
+    apply = functools.partial(_block, size=size, attention=attention)
 
     def body(x, layer, **kwargs):
         return place(apply(x, layer if gather is None else gather(layer, **kwargs))), None
 
-    # A loop keeps the passes apart itself; without the barriers XLA can move collectives.
-    checkpoint = functools.partial(jax.checkpoint, prevent_cse=not workload.is_scanned)
-    if workload.recomputes:
-        body = checkpoint(body)
-    elif remat_policy is not None:
-        body = checkpoint(body, policy=remat_policy)
+    body = _checkpointed(body, workload, remat_policy)
 
     def loss(params, tokens):
         with jax.named_scope("model"):
-            x = place(params["embed"][tokens[:, :-1]] + params["positions"][None])
+            x = params["embed"][tokens[:, :-1]]
+            x = place(x if size.is_llama else x + params["positions"][None])
             if workload.is_scanned:
                 x, _ = jax.lax.scan(body, x, params["layers"])
             else:
@@ -151,7 +196,8 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None, place=l
                 for i in range(size.layers):
                     kwargs = {} if gather is None else {"after": before}
                     (x, _), before = body(x, params[f"block{i:02d}"], **kwargs), x
-            logits = (_norm(x, params["norm"]) @ params["embed"].T).astype(jnp.float32)
+            output = params["output"] if size.is_llama else params["embed"].T
+            logits = (_norm(x, params["norm"]) @ output).astype(jnp.float32)
             chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
@@ -164,10 +210,29 @@ def _norm(x, scale):
     return wide.astype(x.dtype) * scale[None, None]
 
 
-def _block(x, w, heads, attention):
+def _rotated(x):
+    """Rotary positions: the two halves of each head, (batch, length, heads, head width)."""
+    half = x.shape[-1] // 2
+    speeds = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * speeds[None]
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _block(x, w, size, attention):
     batch, length, width = x.shape
-    qkv = (_norm(x, w["ln1"]) @ w["qkv"]).reshape(batch, length, 3 * heads, width // heads)
-    q, k, v = jnp.split(qkv, 3, axis=HEADS_AXIS)
+    qkv = (_norm(x, w["ln1"]) @ w["qkv"]).reshape(batch, length, -1, size.head_width)
+    kv_heads = size.kv_heads or size.heads
+    q, k, v = jnp.split(qkv, (size.heads, size.heads + kv_heads), axis=HEADS_AXIS)
+    if size.is_llama:
+        q, k = _rotated(q), _rotated(k)
     h = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + h.reshape(batch, length, width) @ w["out"]
-    return x + jax.nn.gelu(_norm(x, w["ln2"]) @ w["up"]) @ w["down"]
+    h = _norm(x, w["ln2"]) @ w["up"]
+    if size.is_llama:
+        gate, h = jnp.split(h, 2, axis=-1)
+        h = jax.nn.silu(gate) * h
+    else:
+        h = jax.nn.gelu(h)
+    return x + h @ w["down"]

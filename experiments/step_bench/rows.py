@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 
 from jdistadam.tools import bench
 from step_bench.model import Workload
@@ -18,6 +19,7 @@ def merging(limit):
 
 
 # Annotations cut a leaf's largest dimension; "first_dim": the first that divides, like ours.
+_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 OPTIONS = {  # modifiers that are compiler options; they replace those of a variant
     "latency_hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
     "early": {
@@ -25,10 +27,45 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     },
     "pipelined": {  # for scanned layers; train_step has these and "early" over XLA
-        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_pipeline_all_gather": _PIPELINED,
         "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     },
+    "pipelined_sums": {"xla_gpu_pipeline_reduce_scatter": _PIPELINED},
     "merge_nothing": merging(1),
+    "merge_30": merging(30 << 20),  # XLA's default
+    "merge_1024": merging(1 << 30),
+    "sol": {"xla_gpu_enable_analytical_sol_latency_estimator": True},
+    # The published flags of MaxText for H100s, as far as this XLA has them.
+    "maxtext": merging(512 << 20)
+    | {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_highest_priority_async_stream": True,
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_command_buffer": "",
+        "xla_gpu_pipeline_all_gather": _PIPELINED,
+        "xla_gpu_pipeline_reduce_scatter": _PIPELINED,
+        "xla_gpu_pipeline_all_reduce": _PIPELINED,
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+        "xla_disable_hlo_passes": "rematerialization",
+    },
+}
+# What a row of annotations with "best_flags" tries: the fastest is the row, the others are in its
+# record. "none" has what every row of annotations has.
+BEST = "best_flags"
+MOST_FLAGS = 8
+_FLAGS = ("none", "early", "latency_hiding", "early+latency_hiding", "latency_hiding+sol")
+FLAGS = {  # by whether layers are scanned
+    False: (*_FLAGS, "early+merge_30", "early+merge_1024", "maxtext"),
+    True: (
+        "none",
+        "early",
+        "pipelined",
+        "early+pipelined",
+        "early+pipelined+pipelined_sums",
+        "latency_hiding+pipelined",
+        "early+merge_nothing+pipelined",
+        "maxtext",
+    ),
 }
 # Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
 # each other "float32sum" uses peer memory, except with "over_xla". "gathered_once" is
@@ -74,18 +111,37 @@ class Row:
             chosen = chosen | OPTIONS[modifier]
         return chosen
 
+    def choices(self, flags=None):
+        """Rows with each of the flags that this one tries, by their name; {"": itself} if none.
 
-def parse(name):
+        ``flags``: names of OPTIONS joined by "+", instead of those in FLAGS.
+        """
+        if BEST not in self.modifiers:
+            return {"": self}
+        fixed = self.modifiers - {BEST}
+        tried = flags or FLAGS[self.workload.is_scanned]
+        added = {name: set(name.split("+")) - {"none"} for name in tried}
+        if unknown := set().union(*added.values()) - OPTIONS.keys():
+            raise SystemExit(f"no flags {', '.join(sorted(unknown))}; there are {[*OPTIONS]}")
+        if len(added) > MOST_FLAGS:
+            raise SystemExit(f"{len(added)} flags to try; at most {MOST_FLAGS}")
+        return {
+            name: dataclasses.replace(self, modifiers=fixed | more) for name, more in added.items()
+        }
+
+
+def parse(name, checkpoint="none"):
     """The row with this name; exits if there is none."""
     group, _, rest = name.partition("/")
     variant, *modifiers = rest.split("+")
     tree = group.removeprefix("step-")
-    workload = tree if group.startswith("step-") and tree in bench.TREES else Workload.parse(group)
+    is_tree = group.startswith("step-") and tree in bench.TREES
+    workload = tree if is_tree else Workload.parse(group, checkpoint)
     if workload is None:
         raise SystemExit(
             f"{name}: no workload {group!r}, such as unrolled-8, scanned-2x4, step-gpt2xl"
         )
-    annotated = {"clip", "first_dim", *OPTIONS}
+    annotated = {"clip", "first_dim", BEST, *OPTIONS}
     ours = SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
     allowed["annotated_zero1"] = annotated | {"fused"}  # fused_adamw, its state sharded
@@ -95,7 +151,7 @@ def parse(name):
     if workload != tree and workload.is_scanned:
         allowed["optim_grads_params"] = ours - BY_BLOCK
     if workload == tree:  # params are whole before and after
-        allowed = {x: allowed[x] for x in ("annotated_zero1", *STRATEGIES[:3])}
+        allowed = {x: allowed[x] - {BEST} for x in ("annotated_zero1", *STRATEGIES[:3])}
     if variant not in allowed:
         raise SystemExit(f"{name}: no variant {variant!r}; there are {', '.join(allowed)}")
     if unknown := set(modifiers) - allowed[variant]:
@@ -143,7 +199,18 @@ _BLOCKS = (
     "annotated_fsdp",
     "annotated_fsdp+merge_nothing",
 )
+_TUNED = f"first_dim+clip+{BEST}"
+_OURS_ZERO3 = "optim_grads_params+float32sum"
 SETS = {
+    # Clipped steps beside the best annotations; --tokens says how many sequences.
+    "zero1": _group("unrolled", f"annotated_zero1+{_TUNED}", "optim+float32sum+clip"),
+    "zero3": _group(
+        "unrolled",
+        f"annotated_fsdp+{_TUNED}",
+        f"{_OURS_ZERO3}+gathered_once+whole_6+clip",
+        f"{_OURS_ZERO3}+block_by_block+clip",
+    ),
+    "zero3_scanned": _group("scanned", f"annotated_fsdp+{_TUNED}", f"{_OURS_ZERO3}+clip"),
     # All ways to gather the layers of a model.
     "layers": [
         *_group("unrolled-8", *_BLOCKS),
@@ -184,10 +251,28 @@ KNOWN = [
 ]
 
 
-def select(patterns):
+def with_tokens(name, tokens, length):
+    """A row such as "unrolled/optim" for each number of tokens per device, else the row itself."""
+    found = re.fullmatch(r"(unrolled|scanned)/(.*)", name)
+    if not found:
+        return [name]
+    if wrong := [n for n in tokens if n % length or n < length]:
+        raise SystemExit(f"--tokens: {wrong} are no sequences of {length} tokens")
+    if not tokens:
+        raise SystemExit(f"{name}: say how many --tokens, or sequences, such as {found[1]}-8")
+    return [f"{found[1]}-{n // length}/{found[2]}" for n in tokens]
+
+
+def select(patterns, *, tokens=(), length=1024, checkpoint="none"):
     """Rows by group, each with its floor first, from patterns or names.
 
     A pattern selects known rows; a name without a wildcard may be any possible row, or one of SETS.
+
+    Args:
+      patterns: Names or patterns, by commas.
+      tokens: Tokens per device and step, for names without a number of sequences.
+      length: Tokens of a sequence.
+      checkpoint: Of ``model.CHECKPOINTS``.
     """
     names = []
     for pattern in patterns.split(","):
@@ -196,10 +281,11 @@ def select(patterns):
         if not found:
             raise SystemExit(f"no known row is like {pattern!r}; see --list")
         names += found
+    names = [row for name in names for row in with_tokens(name, tokens, length)]
     groups = {}
     for name in dict.fromkeys(names):
-        row = parse(name)
-        floor = [] if row.is_alone else [parse(f"{row.group}/{FLOOR}")]
+        row = parse(name, checkpoint)
+        floor = [] if row.is_alone else [parse(f"{row.group}/{FLOOR}", checkpoint)]
         rows = groups.setdefault(row.group, floor)
         if row not in rows:
             rows.append(row)

@@ -1,6 +1,7 @@
-"""The output of bench_step.py: rows, phases with their prediction, the longest kernels."""
+"""The output of bench_step.py: rows, gains, phases with their prediction."""
 
 import json
+import statistics
 
 from step_bench.trace import PHASES
 
@@ -9,12 +10,29 @@ def read(path):
     return json.loads(path.read_text())
 
 
+def gain(rival, ours):
+    """Percent more tokens per second, round by round: the median, least and most.
+
+    Both are records of rows that were timed in the same rounds.
+    """
+    pairs = zip(rival["rounds_ms"], ours["rounds_ms"], strict=True)
+    percent = [100 * (theirs / mine - 1) for theirs, mine in pairs]
+    return {
+        "percent": statistics.median(percent),
+        "percent_least": min(percent),
+        "percent_most": max(percent),
+    }
+
+
 def text(found):
     """All tables of a run."""
     parts = [_rows(found["rows"])]
     traced = [row for row in found["rows"] if row.get("phases")]
     if traced:
         parts += [_phases(traced)]
+    parts += [_tried(row) for row in found["rows"] if row.get("tried")]
+    if found.get("gains"):
+        parts.append(_gains(found["gains"]))
     if found["left_out"]:
         parts.append("not begun in time: " + ", ".join(found["left_out"]))
     return "\n\n".join(parts)
@@ -32,6 +50,7 @@ def _rows(records):
         ("above", "above_floor_ms", 7, ".2f", 1),
         ("ratio", "ratio_to_floor", 7, ".4f", 1),
         ("tokens/s", "tokens_per_second", 9, ",.0f", 1),
+        ("MFU %", "model_flops_utilization", 6, ".1f", 100),
         ("held GB", "argument_bytes", 8, ".2f", 1e-9),
         ("temp GB", "temporary_bytes", 8, ".2f", 1e-9),
         ("compile s", "compile_seconds", 9, ".1f", 1),
@@ -48,6 +67,21 @@ def _rows(records):
         if "failed" in record:
             cells.append("  FAILED: " + record["failed"][:60])
         lines.append("".join(cells))
+    return "\n".join(lines)
+
+
+def _tried(record):
+    """The compiler flags that a row tried, the fastest first."""
+    tried = sorted(record["tried"], key=lambda x: x.get("ms", float("inf")))
+    cells = (f"{x['flags']} {_number(x.get('ms'), '.2f')}" for x in tried)
+    return f"{record['name']}, ms in a trial: " + ", ".join(cells)
+
+
+def _gains(gains):
+    lines = ["percent more tokens/s beside annotations: median of the rounds (least to most)"]
+    for x in gains:
+        spread = f"{x['percent_least']:+.2f} to {x['percent_most']:+.2f}"
+        lines.append(f"{x['percent']:+.2f} ({spread}) {x['row']} beside {x['beside']}")
     return "\n".join(lines)
 
 

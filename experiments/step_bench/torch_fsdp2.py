@@ -1,11 +1,14 @@
-"""Rows of torch: forward and backward pass, and FSDP2 with its fused AdamW, on the same GPT.
+"""Rows of torch: forward and backward pass, and FSDP2 with its fused AdamW, on the same models.
 
 Started by `bench_step.py --torch` as its own process, which starts one per GPU. torch.compile
-compiles blocks, and they are rematerialized in the backward pass if those of the JAX rows are. The
-rows have torch's own floor, and are timed in turn with it.
+compiles blocks and the loss; blocks rematerialize what those of the JAX rows do. The rows have
+torch's own floor, and are timed in turn with it.
 """
 
 import argparse
+import dataclasses
+import datetime
+import functools
 import json
 import os
 import pathlib
@@ -20,13 +23,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from step_bench.model import SIZES, Workload
+from step_bench.model import CHECKPOINTS, ROTARY_BASE, SIZES, Workload
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 4
 VARIANTS = "torch_floor,torch_fsdp2,torch_fsdp2+reshard"
-"""The floor first. "symmetric": in symmetric memory of NCCL; "clip": clips the norm."""
+"""The floor first. "reshard": gathers again in the backward pass; "symmetric": communicates in
+symmetric memory of NCCL, or before torch had it in NCCL's own memory; "local": clips and updates
+shards as plain tensors, which takes less of Python's time than DTensors; "clip": clips the norm."""
 MAX_NORM = 0.1  # below any gradient's, as in variants.py
 
 
@@ -39,47 +49,99 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.scale.shape, self.scale, 1e-5)
 
 
+def rotated(x):
+    """Rotary positions: the two halves of each head, (batch, heads, length, head width)."""
+    half = x.shape[-1] // 2
+    order = torch.arange(half, device=x.device, dtype=torch.float32)
+    at = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)
+    angles = at[:, None] * ROTARY_BASE ** (-order / half)
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
 class Block(nn.Module):
-    def __init__(self, size):
+    def __init__(self, size, checkpoint_policy):
         super().__init__()
-        d, self.heads = size.width, size.heads
+        d, hidden, self.size = size.width, size.hidden or 4 * size.width, size
+        self.checkpoint_policy = checkpoint_policy
+        self.kv_heads = size.kv_heads or size.heads
         self.ln1, self.ln2 = Norm(d), Norm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
+        heads = size.heads + 2 * self.kv_heads
+        self.qkv = nn.Linear(d, heads * size.head_width, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+        self.up = nn.Linear(d, hidden * (2 if size.is_llama else 1), bias=False)
+        self.down = nn.Linear(hidden, d, bias=False)
 
     def forward(self, x):
+        if self.checkpoint_policy == "none":
+            return self.apply_to(x)
+        contexts = {}
+        if self.checkpoint_policy == "dots":
+            contexts["context_fn"] = SAVES_PRODUCTS
+        return checkpoint(self.apply_to, x, use_reentrant=False, **contexts)
+
+    def apply_to(self, x):
         batch, length, width = x.shape
-        qkv = self.qkv(self.ln1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        qkv = self.qkv(self.ln1(x)).view(batch, length, -1, self.size.head_width)
+        q, k, v = qkv.transpose(1, 2).split((self.size.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.size.is_llama:
+            q, k = rotated(q), rotated(k)
+        grouped = self.kv_heads < self.size.heads
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         x = x + self.out(h.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
+        h = self.up(self.ln2(x))
+        if self.size.is_llama:
+            gate, h = h.chunk(2, dim=-1)
+            return x + self.down(F.silu(gate) * h)
+        return x + self.down(F.gelu(h, approximate="tanh"))
 
 
-class GPT(nn.Module):
-    def __init__(self, size, recomputes):
+def head_loss(x, scale, output, targets):
+    logits = (F.rms_norm(x, scale.shape, scale, 1e-5) @ output.T).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def saves_products(_, op, *args, **kwargs):
+    """Keeps matrix products and the results of attention."""
+    is_saved = any(word in str(op) for word in ("aten.mm", "aten.addmm", "attention"))
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SAVES_PRODUCTS = functools.partial(create_selective_checkpoint_contexts, saves_products)
+
+
+class Model(nn.Module):
+    """The GPT or the Llama of step_bench/model.py."""
+
+    def __init__(self, size, checkpoint_policy):
         super().__init__()
         self.embed = nn.Embedding(size.vocabulary, size.width)
-        self.positions = nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm, self.recomputes = Norm(size.width), recomputes
+        if size.is_llama:
+            self.output = nn.Linear(size.width, size.vocabulary, bias=False)
+        else:
+            self.positions = nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size, checkpoint_policy) for _ in range(size.layers))
+        self.norm, self.is_llama = Norm(size.width), size.is_llama
+        self.loss = torch.compile(head_loss)
         for p in self.parameters():
             if p.ndim > 1:
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens):
-        at = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        x = self.embed(tokens[:, :-1]) + self.positions(at)
+        x = self.embed(tokens[:, :-1])
+        if not self.is_llama:
+            x = x + self.positions(torch.arange(tokens.shape[1] - 1, device=tokens.device))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        logits = (self.norm(x) @ self.embed.weight.T).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            x = block(x)
+        output = self.output.weight if self.is_llama else self.embed.weight
+        return self.loss(x, self.norm.scale, output, tokens[:, 1:])
 
 
 def make_model(size, workload, dtype):
     torch.manual_seed(0)
-    with torch.device("cuda"):  # draws large models in seconds
-        model = GPT(size, workload.recomputes).to(dtype)
+    with torch.device(DEVICE):  # draws large models in seconds
+        model = Model(size, workload.checkpoint).to(dtype)
     for block in model.blocks:
         block.compile()
     return model
@@ -91,7 +153,9 @@ def floor(size, workload, batch):
     def step():
         model.zero_grad()
         for tokens in batch:
-            model(tokens).backward()
+            loss = model(tokens)
+            loss.backward()
+        return loss.detach()
 
     return step
 
@@ -105,89 +169,123 @@ def fsdp2(size, workload, batch, modifiers):
         fully_shard(module, mp_policy=policy, reshard_after_forward=reshards)
         if "symmetric" in modifiers:
             module.set_force_sum_reduction_for_comms(True)  # averages do not go through it
-            module.set_symm_mem_for_comm()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+            if hasattr(module, "set_symm_mem_for_comm"):
+                module.set_symm_mem_for_comm()
+            else:  # an older torch: memory that NCCL allocates and registers
+                module.set_allocate_memory_from_process_group_for_comm(True)
+    params = [*model.parameters()]
+    is_local = "local" in modifiers
+    updated = [p.detach().to_local() for p in params] if is_local else params  # the same memory
+    optimizer = torch.optim.AdamW(updated, lr=1e-5, fused=True)
+
+    def local_grads():
+        for p, shard in zip(params, updated, strict=True):
+            shard.grad = p.grad.to_local()
+        if "clip" in modifiers:
+            norm = torch.stack(torch._foreach_norm([x.grad for x in updated])).square().sum()
+            dist.all_reduce(norm)
+            scale = (MAX_NORM / (norm.sqrt() + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([x.grad for x in updated], scale)
 
     def step():
         for i, tokens in enumerate(batch):
             model.set_requires_gradient_sync(i == len(batch) - 1)
-            (model(tokens) / len(batch)).backward()
-        if "clip" in modifiers:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            loss = model(tokens) / len(batch)
+            loss.backward()
+        if is_local:
+            local_grads()
+        elif "clip" in modifiers:
+            nn.utils.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        model.zero_grad()
+        return loss.detach()
 
     return step
 
 
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds(step, steps):
-    torch.cuda.synchronize()
+    synchronize()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) / steps
 
 
-def measure(size, name, variants, rounds):
+def measure(size, name, args):
     """Records of one workload."""
-    workload = Workload.parse(name)
+    workload = Workload.parse(name, args.checkpoint)
     shape = (workload.accumulate_steps, workload.sequences, size.length + 1)
     torch.manual_seed(dist.get_rank())
-    batch = torch.randint(0, size.vocabulary, shape, device="cuda")
-    steps, peaks = {}, {}
-    for variant in variants:
+    batch = torch.randint(0, size.vocabulary, shape, device=DEVICE)
+    steps, rows = {}, {}
+    for variant in args.variants.split(","):
         kind, *modifiers = variant.split("+")
-        before = torch.cuda.memory_allocated()
+        rows[variant] = {"name": f"{name}/{variant}"}
         try:
+            before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
             if kind == "torch_floor":
                 step = floor(size, workload, batch)
             else:
                 step = fsdp2(size, workload, batch, modifiers)
-            seconds(step, 3)  # compiles
-            torch.cuda.reset_peak_memory_stats()
-            seconds(step, 1)
-            peaks[variant] = torch.cuda.max_memory_allocated() - before
+            rows[variant]["losses"] = [float(step()) for _ in range(2)]
+            rows[variant]["warm_seconds"] = seconds(step, 2)  # the first steps compile
+            if DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                seconds(step, 1)
+                rows[variant]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
             steps[variant] = step
         except (AttributeError, RuntimeError) as error:  # an older torch; too little memory
+            rows[variant]["failed"] = f"{type(error).__name__}: {error}"[:2000]
             print(f"  FAILED {variant}: {error}", flush=True)
+            step = None
+            torch.cuda.empty_cache()
     times = {variant: [] for variant in steps}
-    for i in range(rounds):
+    for i in range(args.rounds):
         for variant in list(steps)[:: (-1) ** i]:
             times[variant].append(1e3 * seconds(steps[variant], STEPS))
     tokens = dist.get_world_size() * workload.accumulate_steps * workload.sequences * size.length
-    rows = []
     for variant, found in times.items():
-        row = {
-            "name": f"{name}/{variant}",
+        row = rows[variant]
+        row |= {
             "ms": statistics.median(found),
             "ms_least": min(found),
             "ms_most": max(found),
             "rounds_ms": found,
-            "peak_bytes": peaks[variant],
             "tokens_per_second": tokens / statistics.median(found) * 1e3,
         }
         if floors := times.get("torch_floor"):  # a large model leaves no room for it
             pairs = list(zip(found, floors, strict=True))
             row["ratio_to_floor"] = statistics.median(x / y for x, y in pairs)
             row["above_floor_ms"] = statistics.median(x - y for x, y in pairs)
-        rows.append(row)
-    return rows
+    return [*rows.values()]
 
 
 def one_process(rank, count, args):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.port)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=count)
+    options = {"timeout": datetime.timedelta(seconds=120)}  # if another one fails
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", rank=rank, world_size=count, **options)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=count, **options)
+    size = SIZES[args.size]
+    size = dataclasses.replace(size, length=args.length or size.length)
     found = []
     for name in args.workloads:
         # torch has no scan over layers
         if name.startswith("unrolled"):
-            found += measure(SIZES[args.size], name, args.variants.split(","), args.rounds)
+            found += measure(size, name, args)
             torch.cuda.empty_cache()
-    if rank == 0:
-        args.out.write_text(json.dumps(found))
+            if rank == 0:
+                args.out.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -195,6 +293,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", help="such as unrolled-8")
     parser.add_argument("--size", choices=SIZES, default="gpt-1.3b")
+    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none")
     parser.add_argument("--variants", default=VARIANTS, help="the floor and others, by commas")
     parser.add_argument("--devices", type=int, default=0, help="0: all")
     parser.add_argument("--rounds", type=int, default=5)
