@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdistadam.compose.linearity import (
@@ -18,6 +21,8 @@ from jdistadam.compose.linearity import (
     why_not_linear,
 )
 from jdistadam.core import trees
+from jdistadam.core.algorithm import Algorithm
+from jdistadam.core.hyperparameters import Hyperparameters, at_count
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed import model_axes
 from jdistadam.distributed.accumulate import AccumulatedGrads
@@ -25,9 +30,15 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
 from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.parts import joined
+from jdistadam.drop_in.effects import Effect, How, clip_factor, effect_of
 from jdistadam.drop_in.state import MainParamsState
-from jdistadam.drop_in.transformation import FullResult, FusedTransformation, full_step_of
+from jdistadam.drop_in.step import advance_schedules
+from jdistadam.drop_in.transformation import (
+    FullResult,
+    FusedTransformation,
+    full_step_of,
+    step_of,
+)
 from jdistadam.errors import PolicyError, TreeError
 
 
@@ -71,9 +82,9 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
       0.99
     """
     _check_transformations(transformations)
-    *before, last = transformations
+    *first, last = transformations
     if isinstance(last, DistributedTransformation):
-        distributed = _DistributedChain(tuple(before), last)
+        distributed = _DistributedChain(tuple(first), last)
         distributed.check_before_params_are_known()
         return DistributedTransformation.make(
             distributed,
@@ -81,15 +92,41 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             distributed.state_specs(),
             bound=last.bound,
         )
-    end = joined(transformations)
-    if isinstance(end, str):
-        return _Chain(tuple(before), last, why_not_fused=end).transformation()
-    fused, num_parts = end
-    chained = _Chain(tuple(transformations[:-num_parts]), fused, num_parts)
-    tx = chained.transformation()
-    if not chained.before:  # so that distributed takes it
-        tx.algorithm = fused.algorithm
-    return tx
+    place, effects, why = _optimizer_in(transformations)
+    before, after = transformations[:place], transformations[place + 1 :]
+    return _Chain(before, transformations[place], after, effects).transformation(why)
+
+
+def _optimizer_in(
+    transformations: Sequence[Any],
+) -> tuple[int, tuple[Effect, ...], str]:
+    """Returns the place of the optimizer, the effects after it, and why a chain is not fused."""
+    end = len(transformations) - 1
+    ours = [i for i, tx in enumerate(transformations) if isinstance(tx, FusedTransformation)]
+    if not ours:
+        return end, (), "no transformation in it has a fused step"
+    place = ours[-1]
+    tx, after = transformations[place], transformations[place + 1 :]
+    is_direction = tx.is_direction
+    effects: list[Effect] = []
+    for i, other in enumerate(after):
+        effect = effect_of(other) if tx.merges and tx.is_as_made else None
+        is_first_decay = is_direction and i == 0 and effect is not None and effect.kind == "decay"
+        if effect is None or (effect.kind != "factor" and not is_first_decay):
+            return end, (), _WHY_NOT.format(place + 1 + i)
+        effects.append(effect)
+    if is_direction and not any(effect.kind == "factor" for effect in effects):
+        return (
+            place,
+            tuple(effects),
+            f"nothing multiplies by a learning rate after transformation {end}",
+        )
+    return place, tuple(effects), "" if after else tx.why_not_fused
+
+
+_WHY_NOT = (
+    "transformation {} and later ones follow the optimizer, and do more than to multiply by numbers"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
@@ -97,69 +134,142 @@ class _Chain:
     """The functions of a chain in one program."""
 
     before: tuple[optax.GradientTransformation, ...]
-    last: optax.GradientTransformation
-    num_parts: int | None = None  # of the last one's state, if these are parts of the chain's
-    why_not_fused: str = ""  # if the last one has no step
+    last: Any  # the optimizer
+    after: tuple[optax.GradientTransformation, ...]
+    effects: tuple[Effect, ...]  # of those after it
 
     def init(self, params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in self.before)
         for i, state in enumerate(states):
             if trees.parts_of(state, MainParamsState):
                 raise _misplaced(i, "params must follow its main parameters exactly")
-        return self._whole(states, self.last.init(params))
+        return (*states, self.last.init(params), *(tx.init(params) for tx in self.after))
 
-    def transformation(self) -> FusedTransformation:
+    def transformation(self, why_not_fused: str) -> FusedTransformation:
         """The functions as an optimizer."""
-        tx = FusedTransformation(self.init, self.update, self.step)
+        merges = isinstance(self.last, FusedTransformation) and self.last.merges
+        is_merged = merges and self.last.is_as_made and bool(self.after or self._clip)
+        step = step_of(self.full_step) if is_merged else self.step
+        tx = FusedTransformation(self.init, self.update_merged if is_merged else self.update, step)
+        tx._of_another = why_not_fused
         if getattr(self.last, "full_step", None) is not None:
-            tx.full_step = self.full_step
-        elif isinstance(self.last, FusedTransformation):
-            tx._of_another = self.last.why_not_fused
-        else:
-            tx._of_another = self.why_not_fused
+            tx.full_step, tx.merges = self.full_step, merges
+            is_rated = any(effect.kind == "factor" for effect in self.effects)
+            tx.is_direction = self.last.is_direction and not is_rated
+            if not self.before:  # so that distributed takes it
+                tx.algorithm = _after(self.last, self.effects, tx)
         return tx
 
-    def _whole(self, states: tuple[Any, ...], last: Any) -> OptState:
-        return (*states, last) if self.num_parts is None else (*states, *last)
-
-    def _parts(self, state: Any) -> tuple[tuple[Any, ...], Any]:
-        """The states of the transformations before the last one, and its state."""
-        _check_state(self.before, state, self.num_parts or 1)
-        count = len(self.before)
-        return state[:count], state[-1] if self.num_parts is None else tuple(state[count:])
+    @property
+    def _clip(self) -> Effect | None:
+        """The clip right before the optimizer, if there is one."""
+        effect = effect_of(self.before[-1]) if self.before else None
+        return effect if effect is not None and effect.kind == "clip" and not effect.mask else None
 
     def update(
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
-        states, last = self._parts(state)
-        given = (*self.before, self.last), grads, (*states, last), params, extra_args
-        updates, new = _update_in_turn(*given)
-        return updates, self._whole(new[:-1], new[-1])
+        transformations = (*self.before, self.last, *self.after)
+        _check_state(transformations, state)
+        return _update_in_turn(transformations, grads, state, params, extra_args)
+
+    def update_merged(
+        self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
+        return self.full_step(grads, state, params, extra_args, How("update"))[:2]
 
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
         if params is None:
             raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        if not isinstance(self.last, FusedTransformation):
+        if not isinstance(self.last, FusedTransformation) or self.after:
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
-        states, last = self._parts(state)
-        grads, states = _update_in_turn(self.before, grads, states, params, extra_args)
+        _check_state((*self.before, self.last), state)
+        *states, last = state
+        grads, new = _update_in_turn(self.before, grads, states, params, extra_args)
         params, last = self.last.step(grads, last, params, **extra_args)
-        return params, self._whole(states, last)
+        return params, (*new, last)
 
     def full_step(
-        self, grads: Grads, state: Any, params: Params, extra: Any, is_skipped: Any, norms: bool
+        self, grads: Grads, state: Any, params: Params, extra: Any, how: How
     ) -> FullResult:
         """The step for wrappers; if it is skipped, all states stay unchanged."""
-        states, last = self._parts(state)
-        grads, new = _update_in_turn(self.before, grads, states, params, extra)
-        step = full_step_of(self.last, "chain")
-        result = step(grads, last, params, extra, is_skipped, norms)
-        states = trees.keep_if(is_skipped, states, new)
-        return result._replace(state=self._whole(states, result.state))
+        _check_state((*self.before, self.last, *self.after), state)
+        count, skipped = len(self.before), how.is_skipped
+        before, last, after = state[:count], state[count], state[count + 1 :]
+        if self.before:
+            grads, how = how.scaled(grads), how._replace(grad_factor=None)
+        clip = self._clip if self.last.merges else None
+        in_turn = self.before
+        if clip is not None and _are_floats((grads, params)):
+            in_turn = self.before[:-1]
+        else:
+            clip = None
+        grads, new = _update_in_turn(in_turn, grads, before[: len(in_turn)], params, extra)
+        if clip is not None:
+            how = how._replace(grad_factor=clip_factor(grads, clip.number(None)))
+            new = (*new, before[-1])
+        effects = zip(self.effects, after, strict=True)
+        applied = tuple(effect.now(its_state, grads) for effect, its_state in effects)
+        how = how._replace(effects=(*applied, *how.effects))
+        step = full_step_of(self.last, "chain", may_be_direction=True)
+        result = step(grads, last, params, extra, how)
+        next_after = tuple(map(advance_schedules, after))
+        new, next_after = trees.keep_if(skipped, (before, after), (new, next_after))
+        return result._replace(state=(*new, result.state, *next_after))
+
+
+def _are_floats(tree: Any) -> bool:
+    """Whether the kernel takes all leaves of a tree."""
+    return all(jnp.result_type(x) in trees.STORAGE_DTYPES for x in jax.tree.leaves(tree))
+
+
+def _after(
+    tx: FusedTransformation, effects: Sequence[Effect], chained: FusedTransformation
+) -> Algorithm | None:
+    """The algorithm of an optimizer with effects; None if factors are of some leaves only."""
+    algorithm = tx.algorithm
+    factors = [effect for effect in effects if effect.kind == "factor"]
+    if algorithm is None or not effects or any(effect.mask is not None for effect in factors):
+        return algorithm if not effects else None
+    decay = next((effect for effect in effects if effect.kind == "decay"), None)
+
+    def with_effects(hyper: Hyperparameters | None) -> Any:
+        if hyper is None:
+            return None
+        changes = {"learning_rate": _product(hyper.learning_rate, factors)}
+        if decay is not None:
+            changes["weight_decay"] = decay.number if decay.is_scheduled else decay.number(None)
+        return dataclasses.replace(hyper, **changes)
+
+    groups = algorithm.groups
+    hypers = {label: with_effects(hyper) for label, hyper in groups.hypers.items()}
+    mask = groups.mask if decay is None else decay.mask
+    theirs = optax.GradientTransformation(chained.init, chained.update)
+    return dataclasses.replace(
+        algorithm,
+        hyper=with_effects(algorithm.hyper),
+        groups=dataclasses.replace(groups, hypers=hypers, mask=mask),
+        like_optax=theirs if tx.is_direction else algorithm.like_optax,
+        reads_params=algorithm.reads_params or decay is not None,
+    )
+
+
+def _product(rate: Any, factors: Sequence[Effect]) -> Any:
+    """A learning rate multiplied by factors: a schedule if one of them is."""
+
+    def product(count: Any) -> Any:
+        numbers = [at_count(rate, count), *(factor.number(count) for factor in factors)]
+        return functools.reduce(operator.mul, numbers)
+
+    if callable(rate) or any(factor.is_scheduled for factor in factors):
+        return product
+    number = product(None)
+    is_rising = isinstance(number, np.floating) and number < 0  # optax warns of no such factor
+    return np.asarray(number) if is_rising else number
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -261,7 +371,7 @@ class _DistributedChain:
                 "under 'optim_grads' and 'optim_grads_params'. Use sharding_strategy='optim', "
                 "or 'optim_grads_params' with reshard_after_forward=False."
             )
-        _check_state(self.before, state)
+        _check_state((*self.before, self.last), state)
         given = grads.sums if is_accumulated else grads
         updated, states = _update_in_turn(self.before, plain(given), state[:-1], params, extra_args)
         updated = in_form_of(given, updated)
@@ -303,11 +413,9 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
             raise _misplaced(i, "a distributed optimizer must come last")
 
 
-def _check_state(
-    before: Sequence[optax.GradientTransformation], state: Any, num_parts: int = 1
-) -> None:
+def _check_state(transformations: Sequence[optax.GradientTransformation], state: Any) -> None:
     """Raises TreeError unless a state has one part per transformation."""
-    expected = len(before) + num_parts
+    expected = len(transformations)
     if not isinstance(state, tuple) or len(state) != expected:
         got = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
         raise TreeError(

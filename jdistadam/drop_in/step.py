@@ -28,6 +28,7 @@ from jdistadam.core.hyperparameters import (
 )
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
+from jdistadam.drop_in.effects import Product
 from jdistadam.drop_in.low_precision import HALVES, RoundingState
 from jdistadam.drop_in.state import (
     MainParamsState,
@@ -92,6 +93,7 @@ def tree_step(
     numbers: tuple[dict[str, Any], ...],
     schedules: tuple[dict[str, Any], ...],
     is_skipped: Any = None,
+    grad_factor: Any = None,
     *,
     mode: str,
     known: tuple[tuple[tuple[str, Any], ...], ...],
@@ -109,6 +111,7 @@ def tree_step(
       numbers: The learning rate, weight decay and array hyperparameters of each group.
       schedules: The schedules of each group, as ``schedules_now`` returns them.
       is_skipped: In mode "step", whether to change nothing; None: to step.
+      grad_factor: What gradients are multiplied by, float32; None: by nothing.
       mode: "step": returns new params. "update": returns optax's updates.
       known: The other hyperparameters, as items.
       rows: The coefficient row of each leaf: twice the number of its group, plus one if decay does
@@ -143,6 +146,7 @@ def tree_step(
     count = adam_state.count
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
     extras = dict(hypers=hypers, count=count, key=key, is_skipped=is_skipped, norms=norms)
+    extras["grad_factor"] = grad_factor
     new, squares = step_leaves(leaves, rows_by_leaf, mode=mode, **extras)
     steps = [count, *inner[1:]]
     next_steps = trees.keep_if(is_skipped, steps, _next_steps(steps))
@@ -160,7 +164,7 @@ def _next_steps(steps: list[Any]) -> list[Any]:
 def _value(schedule: Any, count: Any) -> Any:
     """The value of a schedule, which has its own count."""
     del count
-    return schedule.value() if isinstance(schedule, TracedSchedule) else schedule
+    return schedule.value() if isinstance(schedule, TracedSchedule | Product) else schedule
 
 
 def _check_quantized(
@@ -221,6 +225,7 @@ def step_leaves(
     key: Any,
     is_skipped: Any,
     norms: bool,
+    grad_factor: Any = None,
 ) -> tuple[list[TreeLeaf], Any]:
     """One kernel call per mix of dtypes and of axes of a ``jax.shard_map``, usually one.
 
@@ -247,11 +252,16 @@ def step_leaves(
     scalars = Scalars.plain(coefficient_rows(hypers, count))
     if is_skipped is not None:
         scalars = scalars._replace(found_inf=is_skipped)
+    if grad_factor is not None:
+        scalars = scalars._replace(inv_scale=grad_factor)
     for (dtypes, group, _), indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
             hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
+            if grad_factor is not None:
+                grads = [(x.grad * grad_factor).astype(x.grad.dtype) for x in call_leaves]
+                call_leaves = [x._replace(grad=g) for x, g in zip(call_leaves, grads, strict=True)]
             # The derivative of a skipped step must be finite to be multiplied by zero.
             ones = jax.tree.map(jnp.ones_like, call_leaves)
             given = trees.keep_if(is_skipped, ones, call_leaves)

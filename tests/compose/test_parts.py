@@ -138,7 +138,6 @@ WHY_NOT = {
         jda.scale_by_adam(),
         optax.scale(jnp.ones(3)),
     ],
-    "which one may depend": lambda: [jda.scale_by_adam(), *[optax.scale_by_schedule(SCHEDULE)] * 2],
     "2 and later ones": lambda: [
         jda.scale_by_adam(),
         jda.add_decayed_weights(0.1),

@@ -1,0 +1,233 @@
+"""What the parts of a chain do to updates, as numbers for the kernel.
+
+A part multiplies updates by a number or adds decayed params, perhaps of some leaves only, or clips
+gradients to a norm. A step reads these numbers as it reads the learning rate, so it does not write
+the updates in between. Optax's parts are recognized by the code of their ``update`` and applied to
+ones and zeros, which returns their numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import add_decayed_weights as optax_add_decayed_weights  # also if a user replaces it
+
+from jdistadam.core.algorithm import decay_groups
+from jdistadam.core.hyperparameters import TracedSchedule, schedule_now
+from jdistadam.core.trees import Grads, Params, keep_if
+
+
+class Effect(NamedTuple):
+    """What a part does to updates u of params p.
+
+    Attributes:
+      kind: "factor": x * u. "decay": u + x * p. "clip": u * min(1, x / norm).
+      number: Returns x at a step count, or whatever the count is.
+      is_scheduled: Whether x depends on the step count in the part's state.
+      mask: Which leaves it changes: a tree of bools or a function of one. None: all.
+    """
+
+    kind: str
+    number: Callable[[Any], Any]
+    is_scheduled: bool = False
+    mask: Any = None
+
+    def now(self, state: Any, tree: Any) -> Applied:
+        """The effect on a tree in a step that begins with a state of the part."""
+        leaves = None
+        if self.mask is not None:
+            leaves = tuple(group == 0 for group in decay_groups(self.mask, tree))
+        if not self.is_scheduled:
+            return Applied(self.kind, self.number(None), leaves)
+        name = "weight_decay" if self.kind == "decay" else "learning_rate"
+        count = getattr(state, "inner_state", state).count
+        return Applied(self.kind, schedule_now(name, self.number, count), leaves)
+
+
+class Applied(NamedTuple):
+    """An effect in one step.
+
+    Attributes:
+      kind: "factor" or "decay".
+      x: Its number: known, an array or a ``TracedSchedule``.
+      leaves: Whether it changes each leaf of the tree. None: all.
+    """
+
+    kind: str
+    x: Any
+    leaves: tuple[bool, ...] | None
+
+    def selects(self, i: int) -> bool:
+        """Whether it changes leaf number ``i``."""
+        return self.leaves is None or self.leaves[i]
+
+
+class How(NamedTuple):
+    """How to take a step.
+
+    Attributes:
+      mode: "step": return new params. "update": return updates.
+      is_skipped: In mode "step", whether to change nothing, a bool on the device. None: to step.
+      norms: In mode "step", whether to return norms.
+      grad_factor: What gradients are multiplied by, a float32 scalar. None: by nothing.
+      effects: What happens to the updates afterwards.
+    """
+
+    mode: str = "step"
+    is_skipped: Any = None
+    norms: bool = False
+    grad_factor: Any = None
+    effects: tuple[Applied, ...] = ()
+
+    def of(self, selected: Sequence[bool]) -> How:
+        """The same for the selected leaves of a tree."""
+
+        def fewer(effect: Applied) -> Applied:
+            if effect.leaves is None:
+                return effect
+            kept = zip(effect.leaves, selected, strict=True)
+            return effect._replace(leaves=tuple(x for x, is_here in kept if is_here))
+
+        return self._replace(effects=tuple(map(fewer, self.effects)))
+
+    def scaled(self, grads: Grads) -> Grads:
+        """Gradients multiplied by their factor."""
+        if self.grad_factor is None:
+            return grads
+        return jax.tree.map(lambda g: (g * self.grad_factor).astype(g.dtype), grads)
+
+    def changed(self, updates: Any, params: Params) -> Any:
+        """Updates after the effects, in optax's formula."""
+
+        def one(i: int, u: Any, p: Any) -> Any:
+            for effect in self.effects:
+                if effect.selects(i):
+                    x = jnp.asarray(_value(effect.x), u.dtype)
+                    u = x * u if effect.kind == "factor" else u + x * p
+            return u
+
+        treedef: Any = jax.tree.structure(updates)
+        like = updates if params is None else params
+        pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(like), strict=True)
+        return treedef.unflatten([one(i, *pair) for i, pair in enumerate(pairs)])
+
+    def applied(self, updates: Any, params: Params) -> Any:
+        """The result of the mode for updates that no kernel made."""
+        updates = self.changed(updates, params)
+        if self.mode == "update":
+            return updates
+        return keep_if(self.is_skipped, params, optax.apply_updates(params, updates))
+
+
+class Product(NamedTuple):
+    """The learning rate of a step, before its factors are multiplied."""
+
+    factors: tuple[Any, ...]
+
+    def value(self) -> Any:
+        """The product."""
+        return functools.reduce(operator.mul, map(_value, self.factors))
+
+
+def _value(x: Any) -> Any:
+    return x.value() if isinstance(x, TracedSchedule) else x
+
+
+def with_effects(
+    effects: Sequence[Applied],
+    rows: Sequence[int | None],
+    known: Sequence[Any],
+    numbers: Sequence[dict[str, Any]],
+    now: Sequence[dict[str, Any]],
+) -> tuple[tuple[int | None, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the same arguments of ``tree_step`` with groups of equal effects.
+
+    Leaves of one group with other effects form another group, whose learning rate is a product and
+    whose decay is that of the effect.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], int] = {}
+    new_rows: list[int | None] = []
+    for i, row in enumerate(rows):
+        if row is None:
+            new_rows.append(None)
+            continue
+        chosen = tuple(j for j, effect in enumerate(effects) if effect.selects(i))
+        new_rows.append(2 * groups.setdefault((row // 2, chosen), len(groups)) + row % 2)
+    if not effects or not groups:
+        return tuple(rows), tuple(known), tuple(numbers), tuple(now)
+    columns = []
+    for group, chosen in groups:
+        fixed, of_step = dict(numbers[group]), dict(now[group])
+        factors = [effects[j].x for j in chosen if effects[j].kind == "factor"]
+        for x in (effects[j].x for j in chosen if effects[j].kind == "decay"):
+            del fixed["weight_decay"]
+            (of_step if isinstance(x, TracedSchedule) else fixed)["weight_decay"] = x
+        if factors:
+            rate = (of_step if "learning_rate" in of_step else fixed).pop("learning_rate")
+            of_step["learning_rate"] = Product((rate, *factors))
+        columns.append((known[group], fixed, of_step))
+    return (tuple(new_rows), *zip(*columns, strict=True))  # type: ignore[return-value]
+
+
+@jax.jit
+def clip_factor(grads: Grads, max_norm: Any) -> jax.Array:
+    """The factor by which ``optax.clip_by_global_norm`` clips; the norm is summed in float32."""
+    norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+    is_small = norm < max_norm
+    return jnp.where(is_small, 1.0, max_norm / jnp.where(is_small, 1.0, norm)).astype(jnp.float32)
+
+
+_FACTOR = optax.scale(1.0).update.__code__
+_SCHEDULED = optax.scale_by_schedule(jnp.float32).update.__code__
+_DECAY = optax_add_decayed_weights(0.1).update.__code__
+_CLIP = optax.clip_by_global_norm(1.0).update.__code__
+_ZERO = optax.set_to_zero().update.__code__
+
+_LARGE = 2.0**63
+"""A gradient whose square is finite, and which is above the norm of any clip."""
+
+
+def is_zero(tx: Any) -> bool:
+    """Whether a transformation is ``optax.set_to_zero``."""
+    return _code(tx) is _ZERO
+
+
+def _code(tx: Any) -> Any:
+    return getattr(getattr(tx, "update", None), "__code__", None)
+
+
+def effect_of(tx: Any) -> Effect | None:
+    """Returns what a transformation does, if it is known."""
+    if (effect := getattr(tx, "effect", None)) is not None:
+        return effect
+    code, empty = _code(tx), optax.EmptyState()
+    dtype = jax.dtypes.canonicalize_dtype(np.float64)  # the widest that a leaf may have
+    one = np.ones(1, dtype)  # of numpy, which needs no device
+
+    def number(state: Any) -> Any:
+        if code is _CLIP:
+            return tx.update(jnp.full((), _LARGE, jnp.float32), state)[0]
+        given = (0 * one, state, one) if code is _DECAY else (one, state)
+        return tx.update(*given)[0].reshape(())
+
+    if code is _CLIP:
+        return Effect("clip", lambda _: number(empty))
+    if code is _SCHEDULED:
+        return Effect("factor", lambda count: number(optax.ScaleByScheduleState(count)), True)
+    if code not in (_FACTOR, _DECAY):
+        return None
+    kind = "factor" if code is _FACTOR else "decay"
+    try:
+        x = number(empty)  # at once: one operation
+    except AttributeError:  # a schedule, which needs a count
+        return Effect(kind, lambda count: number(optax.ScaleByScheduleState(count)), True)
+    except (TypeError, ValueError):  # of an array of several numbers
+        return None
+    return None if np.issubdtype(x.dtype, np.complexfloating) else Effect(kind, lambda _: x)
