@@ -99,7 +99,7 @@ class MultiSteps(FusedTransformation):
             grads: Grads, state: Any, params: Params, extra_args: Any, how: How
         ) -> FullResult:
             is_skipped = how.is_skipped
-            _check_state("MultiSteps", optax.MultiStepsState, state)
+            check_state_of("MultiSteps", optax.MultiStepsState, state)
             trees.check_same_shapes(grads, state.acc_grads, name="grads", like_name="acc_grads")
             ignored, skip_state = is_skipped, state.skip_state
             if skips is not None:
@@ -190,7 +190,7 @@ def apply_if_finite(
         grads: Grads, state: Any, params: Params, extra_args: Any, how: How
     ) -> FullResult:
         is_skipped = how.is_skipped
-        _check_state("apply_if_finite", optax.ApplyIfFiniteState, state)
+        check_state_of("apply_if_finite", optax.ApplyIfFiniteState, state)
         zero = jnp.zeros((), jnp.int32)
         finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
         is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool_)
@@ -242,7 +242,7 @@ def _added(acc: Grads, grads: Grads, n: Any) -> Any:
     return jax.tree.map(one, acc, grads)
 
 
-def _check_state(wrapper: str, expected: type, state: Any) -> None:
+def check_state_of(wrapper: str, expected: type, state: Any) -> None:
     """Raises TreeError for the state of another optimizer."""
     if not isinstance(state, expected):
         raise TreeError(

@@ -25,8 +25,11 @@ from jdistadam.core.trees import Params
 from jdistadam.errors import DtypeError, HyperparameterError, PolicyError, TreeError
 
 
-def _is_function(given: Any) -> bool:
-    """Whether this is no tree, as optax decides: a module may be called, and be a tree of bools."""
+def is_function(given: Any) -> bool:
+    """Returns whether this is no tree, as optax decides.
+
+    A module may be called, and be a tree of bools.
+    """
     leaves = jax.tree.leaves(given)
     return bool(leaves) and all(map(callable, leaves))
 
@@ -36,7 +39,7 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tup
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
-    if _is_function(mask):
+    if is_function(mask):
         mask = mask(params)
         if isinstance(mask, bool | np.bool_) and num_leaves > 1:
             raise TreeError(
@@ -77,7 +80,7 @@ def for_each_leaf(
       expected: What may be given.
       is_leaf: Which containers in ``given`` are values.
     """
-    given = given(params) if _is_function(given) else given
+    given = given(params) if is_function(given) else given
     values: list[Any] = []
 
     def spread(value: Any, subtree: Any) -> None:

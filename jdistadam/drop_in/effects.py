@@ -207,7 +207,7 @@ def effect_of(tx: Any) -> Effect | None:
     """Returns what a transformation does, if it is known."""
     if (effect := getattr(tx, "effect", None)) is not None:
         return effect
-    code, empty = _code(tx), optax.EmptyState()
+    code = _code(tx)
     dtype = jax.dtypes.canonicalize_dtype(np.float64)  # the widest that a leaf may have
     one = np.ones(1, dtype)  # of numpy, which needs no device
 
@@ -218,14 +218,14 @@ def effect_of(tx: Any) -> Effect | None:
         return tx.update(*given)[0].reshape(())
 
     if code is _CLIP:
-        return Effect("clip", lambda _: number(empty))
+        return Effect("clip", lambda _: number(None))
     if code is _SCHEDULED:
         return Effect("factor", lambda count: number(optax.ScaleByScheduleState(count)), True)
     if code not in (_FACTOR, _DECAY):
         return None
     kind = "factor" if code is _FACTOR else "decay"
     try:
-        x = number(empty)  # at once: one operation
+        x = number(None)  # at once: one operation
     except AttributeError:  # a schedule, which needs a count
         return Effect(kind, lambda count: number(optax.ScaleByScheduleState(count)), True)
     except (TypeError, ValueError):  # of an array of several numbers

@@ -310,7 +310,7 @@ def test_optimizers_without_a_fused_step_raise(cpu_mesh):
     replaced = jda.fused_adamw(1e-3)._replace(step=lambda g, s, p: (p, s))
     for tx, said in (
         (optax.adamw(1e-3), "Write jda.chain"),
-        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "jda.add_decayed_weights and what"),
+        (jda.chain(jda.fused_adamw(1e-3), optax.clip(0.5)), "jda.add_decayed_weights and what"),
         (replaced, "its functions were replaced"),
         (distributed, "accumulate_steps="),
     ):
