@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jdistadam.compose.linearity import (
-    example_params,
-    is_alike,
-    is_elementwise,
-    reads_params,
-    why_not_linear,
-)
+from jdistadam.compose.distributed_chain import DistributedChain, check_state, update_in_turn
 from jdistadam.core import trees
-from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.hyperparameters import Hyperparameters, at_count
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.distributed import model_axes
-from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
-from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.effects import Effect, How, clip_factor, effect_of
+from jdistadam.drop_in.effects import Effect, How, algorithm_with, clip_factor, effect_of
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.step import advance_schedules
 from jdistadam.drop_in.transformation import (
@@ -39,19 +23,22 @@ from jdistadam.drop_in.transformation import (
     full_step_of,
     step_of,
 )
-from jdistadam.errors import PolicyError, TreeError
+from jdistadam.errors import PolicyError
 
 
 def chain(*transformations: optax.GradientTransformation) -> FusedTransformation:
-    """``optax.chain`` with a ``step``: the same state, the same updates.
+    """``optax.chain`` with a ``step``, and with optax's state.
 
-    ``step`` is fused if the last transformation has its own step, as jdistadam's optimizers do. The
-    transformations before it change the gradients. At the end of a chain, jdistadam's
-    ``scale_by_adam`` and ``add_decayed_weights``, and what multiplies by a number, become one such
-    optimizer, whose state stays in parts: ``jda.scale_by_learning_rate``, or ``optax.scale``,
-    ``optax.scale_by_schedule`` and ``optax.scale_by_learning_rate``, of which one may depend on the
-    step count. Several numbers are multiplied first. Otherwise ``step`` is ``update`` and
-    ``apply_updates``, and ``why_not_fused`` says why.
+    ``step`` is fused if one of jdistadam's optimizers is followed only by what multiplies by a
+    number: ``optax.scale``, ``scale_by_schedule`` and ``scale_by_learning_rate``, also in
+    ``jda.masked``. ``add_decayed_weights`` without a mask, or ``jda.add_decayed_weights``, may
+    follow ``jda.scale_by_adam`` directly. The numbers are multiplied first, and main parameters
+    follow. Otherwise ``step`` is ``update`` and ``apply_updates``, and ``why_not_fused`` says why.
+
+    The transformations before the optimizer change the gradients. ``optax.clip_by_global_norm``
+    directly before it does not write them: the kernel multiplies them by the smaller of 1 and
+    ``max_norm / norm``, with the norm in float32. optax divides by the norm and then multiplies,
+    with two roundings in the gradients' dtype. ``update`` does the same as ``step``.
 
     Transformations before a distributed optimizer get unreduced gradients. They must be linear,
     because gradients are summed over devices afterwards. ``optax.scale``, ``optax.masked`` and
@@ -84,7 +71,7 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     _check_transformations(transformations)
     *first, last = transformations
     if isinstance(last, DistributedTransformation):
-        distributed = _DistributedChain(tuple(first), last)
+        distributed = DistributedChain(tuple(first), last)
         distributed.check_before_params_are_known()
         return DistributedTransformation.make(
             distributed,
@@ -107,26 +94,18 @@ def _optimizer_in(
         return end, (), "no transformation in it has a fused step"
     place = ours[-1]
     tx, after = transformations[place], transformations[place + 1 :]
-    is_direction = tx.is_direction
     effects: list[Effect] = []
     for i, other in enumerate(after):
         effect = effect_of(other) if tx.merges and tx.is_as_made else None
-        is_first_decay = is_direction and i == 0 and effect is not None and effect.kind == "decay"
-        if effect is None or (effect.kind != "factor" and not is_first_decay):
-            return end, (), _WHY_NOT.format(place + 1 + i)
+        allowed = ("factor", "decay") if tx.is_direction and i == 0 else ("factor",)
+        if effect is None or effect.kind not in allowed:
+            why = f"transformation {place + 1 + i} and later ones follow the optimizer, and do more"
+            return end, (), f"{why} than to multiply by numbers"
         effects.append(effect)
-    if is_direction and not any(effect.kind == "factor" for effect in effects):
-        return (
-            place,
-            tuple(effects),
-            f"nothing multiplies by a learning rate after transformation {end}",
-        )
+    if tx.is_direction and not any(effect.kind == "factor" for effect in effects):
+        why = f"nothing multiplies by a learning rate after transformation {end}"
+        return place, tuple(effects), why
     return place, tuple(effects), "" if after else tx.why_not_fused
-
-
-_WHY_NOT = (
-    "transformation {} and later ones follow the optimizer, and do more than to multiply by numbers"
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
@@ -156,8 +135,9 @@ class _Chain:
             tx.full_step, tx.merges = self.full_step, merges
             is_rated = any(effect.kind == "factor" for effect in self.effects)
             tx.is_direction = self.last.is_direction and not is_rated
-            if not self.before:  # so that distributed takes it
-                tx.algorithm = _after(self.last, self.effects, tx)
+            if not self.before and (algorithm := self.last.algorithm):  # for distributed
+                like_optax = tx if self.last.is_direction else algorithm.like_optax
+                tx.algorithm = algorithm_with(algorithm, self.effects, like_optax)
         return tx
 
     @property
@@ -170,8 +150,8 @@ class _Chain:
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
         transformations = (*self.before, self.last, *self.after)
-        _check_state(transformations, state)
-        return _update_in_turn(transformations, grads, state, params, extra_args)
+        check_state(transformations, state)
+        return update_in_turn(transformations, grads, state, params, extra_args)
 
     def update_merged(
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
@@ -187,9 +167,9 @@ class _Chain:
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
-        _check_state((*self.before, self.last), state)
+        check_state((*self.before, self.last), state)
         *states, last = state
-        grads, new = _update_in_turn(self.before, grads, states, params, extra_args)
+        grads, new = update_in_turn(self.before, grads, states, params, extra_args)
         params, last = self.last.step(grads, last, params, **extra_args)
         return params, (*new, last)
 
@@ -197,20 +177,16 @@ class _Chain:
         self, grads: Grads, state: Any, params: Params, extra: Any, how: How
     ) -> FullResult:
         """The step for wrappers; if it is skipped, all states stay unchanged."""
-        _check_state((*self.before, self.last, *self.after), state)
+        check_state((*self.before, self.last, *self.after), state)
         count, skipped = len(self.before), how.is_skipped
         before, last, after = state[:count], state[count], state[count + 1 :]
         if self.before:
             grads, how = how.scaled(grads), how._replace(grad_factor=None)
-        clip = self._clip if self.last.merges else None
-        in_turn = self.before
-        if clip is not None and _are_floats((grads, params)):
-            in_turn = self.before[:-1]
-        else:
-            clip = None
-        grads, new = _update_in_turn(in_turn, grads, before[: len(in_turn)], params, extra)
-        if clip is not None:
-            how = how._replace(grad_factor=clip_factor(grads, clip.number(None)))
+        clip = self._clip if self.last.merges and _are_floats(grads) else None
+        in_turn = self.before[:-1] if clip else self.before
+        grads, new = update_in_turn(in_turn, grads, before[: len(in_turn)], params, extra)
+        if clip:
+            how = how._replace(grad_factor=clip_factor(grads, clip.number()))
             new = (*new, before[-1])
         effects = zip(self.effects, after, strict=True)
         applied = tuple(effect.now(its_state, grads) for effect, its_state in effects)
@@ -225,173 +201,6 @@ class _Chain:
 def _are_floats(tree: Any) -> bool:
     """Whether the kernel takes all leaves of a tree."""
     return all(jnp.result_type(x) in trees.STORAGE_DTYPES for x in jax.tree.leaves(tree))
-
-
-def _after(
-    tx: FusedTransformation, effects: Sequence[Effect], chained: FusedTransformation
-) -> Algorithm | None:
-    """The algorithm of an optimizer with effects; None if factors are of some leaves only."""
-    algorithm = tx.algorithm
-    factors = [effect for effect in effects if effect.kind == "factor"]
-    if algorithm is None or not effects or any(effect.mask is not None for effect in factors):
-        return algorithm if not effects else None
-    decay = next((effect for effect in effects if effect.kind == "decay"), None)
-
-    def with_effects(hyper: Hyperparameters | None) -> Any:
-        if hyper is None:
-            return None
-        changes = {"learning_rate": _product(hyper.learning_rate, factors)}
-        if decay is not None:
-            changes["weight_decay"] = decay.number if decay.is_scheduled else decay.number(None)
-        return dataclasses.replace(hyper, **changes)
-
-    groups = algorithm.groups
-    hypers = {label: with_effects(hyper) for label, hyper in groups.hypers.items()}
-    mask = groups.mask if decay is None else decay.mask
-    theirs = optax.GradientTransformation(chained.init, chained.update)
-    return dataclasses.replace(
-        algorithm,
-        hyper=with_effects(algorithm.hyper),
-        groups=dataclasses.replace(groups, hypers=hypers, mask=mask),
-        like_optax=theirs if tx.is_direction else algorithm.like_optax,
-        reads_params=algorithm.reads_params or decay is not None,
-    )
-
-
-def _product(rate: Any, factors: Sequence[Effect]) -> Any:
-    """A learning rate multiplied by factors: a schedule if one of them is."""
-
-    def product(count: Any) -> Any:
-        numbers = [at_count(rate, count), *(factor.number(count) for factor in factors)]
-        return functools.reduce(operator.mul, numbers)
-
-    if callable(rate) or any(factor.is_scheduled for factor in factors):
-        return product
-    number = product(None)
-    is_rising = isinstance(number, np.floating) and number < 0  # optax warns of no such factor
-    return np.asarray(number) if is_rising else number
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _DistributedChain:
-    """The functions of a chain whose last transformation is a distributed optimizer."""
-
-    before: tuple[optax.GradientTransformation, ...]
-    last: DistributedTransformation
-
-    def init(self, schedule: Schedule, params: Params) -> OptState:
-        """Makes the states of all transformations."""
-        self.check_before(self._unsharded(schedule, params))
-        before = (tx.init(params) for tx in self.before)
-        return (*before, self.last.functions.init(schedule, params))
-
-    def local_step(
-        self, schedule: Schedule, grads: Grads, state: OptState, params: Params, **extra_args: Any
-    ) -> StepResult:
-        """Changes the gradients and takes the optimizer's step."""
-        unsharded = self._unsharded(schedule, params)
-        self.check_before(unsharded)
-        self._check_shards_of(grads, unsharded)
-        grads, states = self._update_before(grads, state, _arrays(unsharded), extra_args)
-        result = self.last.functions.local_step(schedule, grads, state[-1], params, **extra_args)
-        # If the optimizer skips a step, schedules before it do not advance either.
-        states = trees.keep_if(result.is_skipped, state[:-1], states)
-        return result._replace(opt_state=(*states, result.opt_state))
-
-    def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:
-        """The norm of the gradients that reach the optimizer."""
-        grads, _ = self._update_before(grads, state, None, {})
-        return self.last.functions.norm(schedule, grads, state[-1])
-
-    def state_specs(self) -> Any:
-        """The PartitionSpecs of the state: everything before the optimizer is replicated."""
-        return (*(jax.sharding.PartitionSpec() for _ in self.before), self.last.state_specs())
-
-    def check_before(self, params: Params) -> None:
-        """Raises PolicyError if a transformation may not come before a sum over devices."""
-        for i, tx in enumerate(self.before):
-            if why := _why_not_linear(i, tx, params):
-                raise PolicyError(
-                    f"chain, transformation {i}: it would see each device's gradients before "
-                    f"they are summed, and {why}: got a distributed optimizer after it, expected "
-                    "a transformation that is linear in the gradients and keeps nothing of them. "
-                    "For clipping pass max_grad_norm, for weight decay weight_decay or l2; for "
-                    "noise see docs/recipes.md."
-                )
-            if self.last.config.parallel.shards_params and reads_params(tx, params):
-                raise self._sees_shards(i, "parameters, and it reads their values")
-
-    def _check_shards_of(self, grads: Grads, unsharded: Params) -> None:
-        """Raises PolicyError if a transformation would mix elements within one shard."""
-        if isinstance(grads, AccumulatedGrads) or not any(map(is_shard, leaves_of(grads))):
-            return
-        like = lambda g, p: jax.ShapeDtypeStruct(jnp.shape(g), p.dtype)  # noqa: E731
-        shards = jax.tree.map(like, plain(grads), unsharded)
-        for i, tx in enumerate(self.before):
-            if not is_elementwise(tx, unsharded):
-                raise self._sees_shards(i, "summed gradients, and it is not elementwise")
-            if not is_alike(tx, unsharded, shards):
-                raise self._sees_shards(i, "summed gradients, and it looks at shapes or places")
-
-    def _sees_shards(self, i: int, of_what: str) -> PolicyError:
-        parallel = self.last.config.parallel
-        return PolicyError(
-            f"chain, transformation {i}: it would see a device's shard of {of_what}: "
-            f"got {parallel.strategy!r}, expected 'optim' or 'optim_grads'. "
-            "Change the strategy, or leave this transformation out."
-        )
-
-    def _unsharded(self, schedule: Schedule, params: Params) -> Params:
-        return model_axes.unsharded(self.last.config, schedule, params)
-
-    def check_before_params_are_known(self) -> None:
-        """Raises what ``check_before`` does, if example params are enough to find it.
-
-        A transformation may hold functions that only work on the user's params, such as a mask or a
-        label for each of their names. On example params this user code may raise anything: a
-        ValueError of jax.tree, a KeyError, an AttributeError or an assertion. That says nothing
-        about the transformation; ``init`` checks it with the real params.
-        """
-        try:
-            self.check_before(example_params())
-        except PolicyError:
-            raise
-        except Exception:
-            return
-
-    def _update_before(
-        self, grads: Grads, state: OptState, params: Params, extra_args: dict[str, Any]
-    ) -> tuple[Grads, tuple[Any, ...]]:
-        """Updates gradients, or sums of accumulated ones, with all but the optimizer."""
-        is_accumulated = isinstance(grads, AccumulatedGrads)
-        if is_accumulated and self.before and self.last.config.parallel.shards_grads:
-            raise PolicyError(
-                "chain: accumulated gradients are already reduced and sharded: "
-                "got a transformation before the distributed optimizer, expected none, "
-                "under 'optim_grads' and 'optim_grads_params'. Use sharding_strategy='optim', "
-                "or 'optim_grads_params' with reshard_after_forward=False."
-            )
-        _check_state((*self.before, self.last), state)
-        given = grads.sums if is_accumulated else grads
-        updated, states = _update_in_turn(self.before, plain(given), state[:-1], params, extra_args)
-        updated = in_form_of(given, updated)
-        return dataclasses.replace(grads, sums=updated) if is_accumulated else updated, states
-
-
-def _update_in_turn(
-    transformations: Sequence[optax.GradientTransformation],
-    grads: Grads,
-    states: Sequence[OptState],
-    params: Params,
-    extra_args: dict[str, Any],
-) -> tuple[Any, tuple[Any, ...]]:
-    """Like ``optax.chain``: each transformation updates the previous one's results."""
-    new_states = []
-    for tx, state in zip(transformations, states, strict=True):
-        tx = optax.with_extra_args_support(tx)
-        grads, new_state = tx.update(grads, state, params, **extra_args)
-        new_states.append(new_state)
-    return grads, tuple(new_states)
 
 
 def _check_transformations(transformations: Sequence[Any]) -> None:
@@ -413,44 +222,9 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
             raise _misplaced(i, "a distributed optimizer must come last")
 
 
-def _check_state(transformations: Sequence[optax.GradientTransformation], state: Any) -> None:
-    """Raises TreeError unless a state has one part per transformation."""
-    expected = len(transformations)
-    if not isinstance(state, tuple) or len(state) != expected:
-        got = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
-        raise TreeError(
-            f"opt_state: not a state of this chain: got {got}, expected {expected} parts. "
-            "Pass opt_state as init, update or step returned it."
-        )
-
-
-def _arrays(params: Params) -> Params:
-    """Params, or zeros in place of shapes; nothing reads their values."""
-
-    def array(x: Any) -> Any:
-        return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-
-    return jax.tree.map(array, params)
-
-
 def _misplaced(i: int, why: str) -> PolicyError:
     return PolicyError(
         f"chain, transformation {i}: {why}: got others behind it, expected the last place. "
         "Move it to the end; in place of what changes the learning rate there, "
         "set hyperparams['learning_rate'] of inject_hyperparams."
     )
-
-
-def _why_not_linear(i: int, tx: optax.GradientTransformation, params: Params) -> str | None:
-    """As ``why_not_linear``; raises PolicyError if it needs arguments that others do not take."""
-    try:
-        return why_not_linear(tx, params)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise PolicyError(
-            f"chain, transformation {i}: it needs more than gradients, state and params: "
-            f"got {error}, expected no such argument before a distributed optimizer. "
-            "For a learning rate that follows the loss, set hyperparams['learning_rate'] "
-            "of inject_hyperparams between steps: docs/recipes.md."
-        ) from error

@@ -215,13 +215,13 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     rate = hyper.learning_rate
     if "lr_scale" not in given:
         return new
-    if callable(rate) or callable(scale):
-        return dataclasses.replace(new, learning_rate=_product(rate, checked.learning_rate))
-    return dataclasses.replace(new, learning_rate=rate * scale)
+    return dataclasses.replace(new, learning_rate=product(rate, checked.learning_rate))
 
 
-def _product(rate: Any, scale: Any) -> Any:
-    """The schedule of a product; either side may be a schedule."""
+def product(rate: Any, scale: Any) -> Any:
+    """Returns a product: a schedule if one of the two is."""
+    if not callable(rate) and not callable(scale):
+        return rate * scale
 
     def schedule(count: Any) -> Any:
         factors = [x(count) if callable(x) else x for x in (rate, scale)]

@@ -8,9 +8,9 @@ ones and zeros, which returns their numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,14 @@ import numpy as np
 import optax
 from optax import add_decayed_weights as optax_add_decayed_weights  # also if a user replaces it
 
-from jdistadam.core.algorithm import decay_groups
-from jdistadam.core.hyperparameters import TracedSchedule, schedule_now
+from jdistadam.core.algorithm import Algorithm, decay_groups, product
+from jdistadam.core.hyperparameters import (
+    Hyperparameters,
+    Product,
+    TracedSchedule,
+    schedule_now,
+    value_of,
+)
 from jdistadam.core.trees import Grads, Params, keep_if
 
 
@@ -29,14 +35,12 @@ class Effect(NamedTuple):
 
     Attributes:
       kind: "factor": x * u. "decay": u + x * p. "clip": u * min(1, x / norm).
-      number: Returns x at a step count, or whatever the count is.
-      is_scheduled: Whether x depends on the step count in the part's state.
+      number: x, or a schedule of the step count in the part's state. Of a clip, a function.
       mask: Which leaves it changes: a tree of bools or a function of one. None: all.
     """
 
     kind: str
-    number: Callable[[Any], Any]
-    is_scheduled: bool = False
+    number: Any
     mask: Any = None
 
     def now(self, state: Any, tree: Any) -> Applied:
@@ -44,8 +48,8 @@ class Effect(NamedTuple):
         leaves = None
         if self.mask is not None:
             leaves = tuple(group == 0 for group in decay_groups(self.mask, tree))
-        if not self.is_scheduled:
-            return Applied(self.kind, self.number(None), leaves)
+        if not callable(self.number):
+            return Applied(self.kind, self.number, leaves)
         name = "weight_decay" if self.kind == "decay" else "learning_rate"
         count = getattr(state, "inner_state", state).count
         return Applied(self.kind, schedule_now(name, self.number, count), leaves)
@@ -109,7 +113,7 @@ class How(NamedTuple):
         def one(i: int, u: Any, p: Any) -> Any:
             for effect in self.effects:
                 if effect.selects(i):
-                    x = jnp.asarray(_value(effect.x), u.dtype)
+                    x = jnp.asarray(value_of(effect.x), u.dtype)
                     u = x * u if effect.kind == "factor" else u + x * p
             return u
 
@@ -124,20 +128,6 @@ class How(NamedTuple):
         if self.mode == "update":
             return updates
         return keep_if(self.is_skipped, params, optax.apply_updates(params, updates))
-
-
-class Product(NamedTuple):
-    """The learning rate of a step, before its factors are multiplied."""
-
-    factors: tuple[Any, ...]
-
-    def value(self) -> Any:
-        """The product."""
-        return functools.reduce(operator.mul, map(_value, self.factors))
-
-
-def _value(x: Any) -> Any:
-    return x.value() if isinstance(x, TracedSchedule) else x
 
 
 def with_effects(
@@ -174,6 +164,40 @@ def with_effects(
             of_step["learning_rate"] = Product((rate, *factors))
         columns.append((known[group], fixed, of_step))
     return (tuple(new_rows), *zip(*columns, strict=True))  # type: ignore[return-value]
+
+
+def algorithm_with(
+    algorithm: Algorithm | None, effects: Sequence[Effect], like_optax: Any
+) -> Algorithm | None:
+    """Returns what an optimizer and effects compute, with the state of ``like_optax``.
+
+    None if factors are of some leaves only.
+    """
+    if algorithm is None or not effects:
+        return algorithm
+    factors = [effect for effect in effects if effect.kind == "factor"]
+    decay = next((effect for effect in effects if effect.kind == "decay"), None)
+    if any(effect.mask is not None for effect in factors):
+        return None
+
+    def with_effects(hyper: Hyperparameters | None) -> Any:
+        if hyper is None:
+            return None
+        rate = functools.reduce(product, (x.number for x in factors), hyper.learning_rate)
+        if isinstance(rate, np.floating) and rate < 0:
+            rate = np.asarray(rate)  # optax does not warn of factors that climb
+        changes = {"learning_rate": rate} | ({"weight_decay": decay.number} if decay else {})
+        return dataclasses.replace(hyper, **changes)
+
+    hypers = {label: with_effects(x) for label, x in algorithm.groups.hypers.items()}
+    changes = dict(hypers=hypers) | (dict(mask=decay.mask) if decay else {})
+    return dataclasses.replace(
+        algorithm,
+        hyper=with_effects(algorithm.hyper),
+        groups=dataclasses.replace(algorithm.groups, **changes),
+        like_optax=like_optax,
+        reads_params=algorithm.reads_params or decay is not None,
+    )
 
 
 @jax.jit
@@ -217,17 +241,20 @@ def effect_of(tx: Any) -> Effect | None:
         given = (0 * one, state, one) if code is _DECAY else (one, state)
         return tx.update(*given)[0].reshape(())
 
+    def at(count: Any) -> Any:
+        return number(optax.ScaleByScheduleState(count))
+
     if code is _CLIP:
-        return Effect("clip", lambda _: number(None))
+        return Effect("clip", lambda: number(None))
     if code is _SCHEDULED:
-        return Effect("factor", lambda count: number(optax.ScaleByScheduleState(count)), True)
+        return Effect("factor", at)
     if code not in (_FACTOR, _DECAY):
         return None
     kind = "factor" if code is _FACTOR else "decay"
     try:
         x = number(None)  # at once: one operation
     except AttributeError:  # a schedule, which needs a count
-        return Effect(kind, lambda count: number(optax.ScaleByScheduleState(count)), True)
+        return Effect(kind, at)
     except (TypeError, ValueError):  # of an array of several numbers
         return None
-    return None if np.issubdtype(x.dtype, np.complexfloating) else Effect(kind, lambda _: x)
+    return None if np.issubdtype(x.dtype, np.complexfloating) else Effect(kind, x)

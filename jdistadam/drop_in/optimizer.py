@@ -28,7 +28,6 @@ from jdistadam.drop_in.transformation import (
     with_frozen,
     without_frozen,
 )
-from jdistadam.kernels.reference import KINDS
 
 
 def fused_adamw(
@@ -376,16 +375,9 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-        norms = _norms(new.squares) if how.norms else None
-        return FullResult(with_frozen(rows, new.out, kept), new.state, norms)
+        return FullResult(with_frozen(rows, new.out, kept), new.state, new.norms)
 
     return made_of(init, full_step, algorithm=algorithm)
-
-
-def _norms(squares: jax.Array) -> dict[str, jax.Array]:
-    """The norms of sums of squares, by name."""
-    pairs = zip(KINDS, jnp.sqrt(squares), strict=True)
-    return {f"{kind}_norm": x for kind, x in pairs}
 
 
 def _mu_dtype(given: Any) -> Any:

@@ -98,9 +98,8 @@ def add_decayed_weights(weight_decay: ScalarOrSchedule = 0.0, mask: Any = None) 
     Returns:
       optax's transformation.
     """
-    made, is_scheduled = optax_add_decayed_weights(weight_decay, mask), callable(weight_decay)
-    number: Any = weight_decay if is_scheduled else lambda _: weight_decay
-    return Part.of(made, Effect("decay", number, is_scheduled, mask))
+    made = optax_add_decayed_weights(weight_decay, mask)
+    return Part.of(made, Effect("decay", weight_decay, mask))
 
 
 def scale_by_learning_rate(

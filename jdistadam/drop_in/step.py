@@ -22,13 +22,12 @@ from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
 from jdistadam.core.hyperparameters import (
     Hyperparameters,
-    TracedSchedule,
     at_count,
     coefficient_rows,
+    value_of,
 )
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.effects import Product
 from jdistadam.drop_in.low_precision import HALVES, RoundingState
 from jdistadam.drop_in.state import (
     MainParamsState,
@@ -80,6 +79,14 @@ class TreeResult(NamedTuple):
     state: OptState
     squares: Any
 
+    @property
+    def norms(self) -> dict[str, jax.Array] | None:
+        """The square roots by name, if there are squares."""
+        if self.squares is None:
+            return None
+        pairs = zip(KINDS, jnp.sqrt(self.squares), strict=True)
+        return {f"{kind}_norm": x for kind, x in pairs}
+
 
 # Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one for each eager call.
@@ -122,7 +129,7 @@ def tree_step(
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     now: list[dict[str, Any]] = [
-        {k: functools.partial(_value, x) for k, x in group.items()} for group in schedules
+        {k: functools.partial(_fixed, x) for k, x in group.items()} for group in schedules
     ]
     hypers = [
         Hyperparameters(**dict(x), **y, **z) for x, y, z in zip(known, numbers, now, strict=True)
@@ -161,10 +168,10 @@ def _next_steps(steps: list[Any]) -> list[Any]:
     return [optax.safe_increment(count), *map(advance_schedules, others)]
 
 
-def _value(schedule: Any, count: Any) -> Any:
+def _fixed(schedule: Any, count: Any) -> Any:
     """The value of a schedule, which has its own count."""
     del count
-    return schedule.value() if isinstance(schedule, TracedSchedule | Product) else schedule
+    return value_of(schedule)
 
 
 def _check_quantized(

@@ -38,28 +38,8 @@ class FullResult(NamedTuple):
     norms: dict[str, jax.Array] | None
 
 
-class FullStep(Protocol):
-    """A step with what wrappers and ``step_with_norms`` need."""
-
-    def __call__(
-        self,
-        grads: Grads,
-        state: OptState,
-        params: Params,
-        extra_args: dict[str, Any],
-        how: How,
-        /,
-    ) -> FullResult:
-        """Takes one step.
-
-        Args:
-          grads: The gradients.
-          state: The state.
-          params: The params.
-          extra_args: Extra arguments of the transformations in a chain.
-          how: How to take it; if the optimizer does not merge, only as "step" without factors.
-        """
-
+FullStep = Callable[[Grads, Any, Params, dict[str, Any], How], FullResult]
+"""A step of (gradients, state, params, extra arguments of a chain's transformations, how)."""
 
 PARTS = (
     "For weight decay and learning rates, end the chain with jda.scale_by_adam, "
