@@ -94,9 +94,11 @@ def _optimizer_in(
         return end, (), "no transformation in it has a fused step"
     place = ours[-1]
     tx, after = transformations[place], transformations[place + 1 :]
+    if after and not (tx.merges and tx.is_as_made):
+        return end, (), f"the step of transformation {place} cannot take what follows it"
     effects: list[Effect] = []
     for i, other in enumerate(after):
-        effect = effect_of(other) if tx.merges and tx.is_as_made else None
+        effect = effect_of(other)
         allowed = ("factor", "decay") if tx.is_direction and i == 0 else ("factor",)
         if effect is None or effect.kind not in allowed:
             why = f"transformation {place + 1 + i} and later ones follow the optimizer, and do more"

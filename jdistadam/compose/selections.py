@@ -195,9 +195,9 @@ class _Selections:
         self, grads: Grads, state: Any, params: Params, extra: Any, how: How
     ) -> FullResult:
         """Takes the step of each optimizer with its leaves."""
-        if params is None and how.mode == "step":
-            raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        if params is not None:
+        if how.mode == "step":
+            if params is None:
+                raise ValueError(optax._src.base.NO_PARAMS_MSG)
             trees.check_same_shapes(grads, params, name="grads", like_name="params")
         label_tree = self.labels(grads) if is_function(self.labels) else self.labels
         kind: Any = dict(kind=object, what="label", expected="a label")

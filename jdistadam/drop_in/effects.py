@@ -118,7 +118,8 @@ class How(NamedTuple):
             return u
 
         treedef: Any = jax.tree.structure(updates)
-        like = updates if params is None else params
+        reads_params = any(effect.kind == "decay" for effect in self.effects)
+        like = params if reads_params else updates
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(like), strict=True)
         return treedef.unflatten([one(i, *pair) for i, pair in enumerate(pairs)])
 

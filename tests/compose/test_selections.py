@@ -292,3 +292,14 @@ def test_mistakes_raise(cpu_mesh):
     ):
         with pytest.raises(jda.PolicyError, match="pass param_labels and groups"):
             make()
+
+
+def test_updates_take_whole_modules():
+    """Equinox passes all of a module as params; leaves without gradients need no update."""
+    tx = jda.partition({"a": jda.fused_adamw(0.1), "b": optax.set_to_zero()}, {"w": "a", "f": "b"})
+    clip = optax.clip_by_global_norm(1.0)
+    chains = [tx, jda.chain(clip, tx, optax.scale(0.5)), jda.chain(clip, jda.fused_adamw(0.1))]
+    grads, params = {"w": jnp.ones(3), "f": None}, {"w": jnp.ones(3), "f": jnp.tanh}
+    for tx in chains:
+        updates, _ = tx.update(grads, tx.init(grads), params)
+        assert updates["f"] is None and updates["w"][0] < 0
