@@ -21,7 +21,8 @@ from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
     full_step_of,
-    step_of,
+    made_of,
+    takes_all,
 )
 from jdistadam.errors import PolicyError
 
@@ -94,7 +95,7 @@ def _optimizer_in(
         return end, (), "no transformation in it has a fused step"
     place = ours[-1]
     tx, after = transformations[place], transformations[place + 1 :]
-    if after and not (tx.merges and tx.is_as_made):
+    if after and not takes_all(tx):
         return end, (), f"the step of transformation {place} cannot take what follows it"
     effects: list[Effect] = []
     for i, other in enumerate(after):
@@ -128,13 +129,13 @@ class _Chain:
 
     def transformation(self, why_not_fused: str) -> FusedTransformation:
         """The functions as an optimizer."""
-        merges = isinstance(self.last, FusedTransformation) and self.last.merges
-        is_merged = merges and self.last.is_as_made and bool(self.after or self._clip)
-        step = step_of(self.full_step) if is_merged else self.step
-        tx = FusedTransformation(self.init, self.update_merged if is_merged else self.update, step)
+        if takes_all(self.last):
+            tx = made_of(self.init, self.full_step)
+        else:
+            tx = FusedTransformation(self.init, self.update, self.step)
         tx._of_another = why_not_fused
         if getattr(self.last, "full_step", None) is not None:
-            tx.full_step, tx.merges = self.full_step, merges
+            tx.full_step = self.full_step
             is_rated = any(effect.kind == "factor" for effect in self.effects)
             tx.is_direction = self.last.is_direction and not is_rated
             if not self.before and (algorithm := self.last.algorithm):  # for distributed
@@ -151,21 +152,16 @@ class _Chain:
     def update(
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
-        transformations = (*self.before, self.last, *self.after)
+        transformations = (*self.before, self.last)
         check_state(transformations, state)
         return update_in_turn(transformations, grads, state, params, extra_args)
-
-    def update_merged(
-        self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
-    ) -> tuple[Any, OptState]:
-        return self.full_step(grads, state, params, extra_args, How("update"))[:2]
 
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
         if params is None:
             raise ValueError(optax._src.base.NO_PARAMS_MSG)
-        if not isinstance(self.last, FusedTransformation) or self.after:
+        if not isinstance(self.last, FusedTransformation):
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state

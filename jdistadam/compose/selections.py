@@ -30,6 +30,7 @@ from jdistadam.drop_in.transformation import (
     FullStep,
     FusedTransformation,
     made_of,
+    takes_all,
     with_state,
 )
 from jdistadam.errors import PolicyError, TreeError
@@ -183,7 +184,7 @@ class _Selections:
     def transformation(self) -> FusedTransformation | None:
         """The functions as an optimizer; None if none has a fused step."""
         _check_not_distributed("masked" if self.argument == "mask" else "partition", self.txs)
-        fused: list[Any] = [tx for tx in self.txs.values() if _is_fused(tx)]
+        fused: list[Any] = [tx for tx in self.txs.values() if takes_all(tx)]
         if not fused:
             return None
         tx = made_of(self.init, self.full_step)
@@ -218,10 +219,6 @@ class _Selections:
         return FullResult(whole, new_state, _joined(norms) if how.norms else None)
 
 
-def _is_fused(tx: Any) -> bool:
-    return isinstance(tx, FusedTransformation) and tx.merges and tx.is_as_made
-
-
 def _selected(label_tree: Any, label: Any, tree: Any) -> Any:
     """A tree without the leaves of other labels, as ``optax.masked`` makes it."""
     if tree is None:
@@ -231,7 +228,7 @@ def _selected(label_tree: Any, label: Any, tree: Any) -> Any:
 
 def _step_of(tx: Any) -> FullStep:
     """The step of any transformation."""
-    if _is_fused(tx):
+    if takes_all(tx):
         return tx.full_step
 
     def full_step(grads: Grads, state: Any, params: Params, extra: Any, how: How) -> FullResult:

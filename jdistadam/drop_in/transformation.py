@@ -310,6 +310,11 @@ def with_state(
     return new
 
 
+def takes_all(tx: Any) -> bool:
+    """Returns whether a transformation has a step that takes everything in ``How``."""
+    return isinstance(tx, FusedTransformation) and tx.merges and tx.is_as_made
+
+
 def _difference(new: Any, old: Any) -> Any:
     """The update, from operands that are not rounded: float32, or the dtype of wider ones."""
     if jnp.issubdtype(new.dtype, jnp.integer):  # without overflow of unsigned numbers

@@ -149,15 +149,22 @@ def test_a_clip_outside_of_wrappers(wrapper):
     assert_trees_same_bits(*(run(tx, "float32", scale=unlike) for tx in made))
 
 
-def test_a_clip_of_integers_stays_with_optax():
-    """Leaves that the kernel does not take: all is as optax computes it."""
-    params = {"w": jnp.ones(3), "n": jnp.asarray([3, 4])}
-    grads = {"w": jnp.ones(3), "n": jnp.asarray([300.0, 4.0])}
+@pytest.mark.parametrize("kind", ["complex", "integer"])
+def test_a_clip_of_other_numbers_is_that_of_optax(kind):
+    """Gradients that the kernel does not take are rewritten; an integer's are multiplied."""
+    param = jnp.asarray([3, 4]) if kind == "integer" else jnp.asarray([3 + 4j, 1j])
+    grad = jnp.asarray([300.0, 4.0], jnp.float32 if kind == "integer" else jnp.complex64)
+    params = {"w": jnp.ones(3), "n": param}
+    grads = {"w": jnp.ones(3), "n": grad * (1.0 if kind == "integer" else 1j)}
     clip = optax.clip_by_global_norm(1.0)
     tx = jda.chain(clip, adamw("float32"))
     got, _ = jax.jit(tx.step)(grads, tx.init(params), params)
-    want, _ = jax.jit(adamw("float32").step)(clip.update(grads, ())[0], tx.init(params)[1], params)
-    assert_trees_same_bits(got, want)
+    clipped = jax.jit(lambda g: clip.update(g, ())[0])(grads)
+    want, _ = jax.jit(adamw("float32").step)(clipped, tx.init(params)[1], params)
+    if kind == "complex":
+        assert_trees_same_bits(got, want)
+    for name in got:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
 
 
 def test_each_member_of_a_vmap_is_clipped_by_itself():
@@ -341,6 +348,7 @@ def test_other_parts_are_not_taken_for_those_of_optax():
     mine = optax.GradientTransformation(lambda p: optax.EmptyState(), update)
     for tx in (mine, optax.scale(jnp.ones(3)), optax.scale(1j), optax.clip(1.0)):
         assert not jda.chain(adamw("float32"), tx).is_fused
+        assert not jda.chain(jda.scale_by_adam(), tx, optax.scale(-1.0)).is_fused
     extra = optax.with_extra_args_support(optax.scale(0.5))
     assert not jda.chain(adamw("float32"), extra).is_fused
     for tx in (jda.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0)):

@@ -150,11 +150,33 @@ def test_transformations_without_a_step_take_their_leaves_along():
     ours = jda.chain(jda.partition(mixed, LABELS), optax.scale(0.5))
     theirs = optax.chain(optax.partition(mixed, LABELS), optax.scale(0.5))
     assert ours.is_fused
+    clip = optax.clip_by_global_norm(1.0)
+    got, want = run(jda.chain(clip, ours)), run(optax.chain(clip, theirs), take=by_update)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
     got, want = run(ours), run(theirs, take=by_update)
     assert_trees_same_bits(got[0]["n"], want[0]["n"])
     assert_trees_same_bits(got[0]["b"], want[0]["b"])
     assert_trees_same_bits(got[1], want[1])
     np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=1e-6, atol=1e-7)
+
+
+def test_factors_of_some_leaves_follow_a_partition():
+    """Inside of each label the leaves are others, and so are those that a mask selects."""
+    sgd = optax.sgd(0.1, momentum=0.9)
+    mixed = {"body": jda.fused_adamw(0.02, **HYPER), "head": sgd, "still": optax.set_to_zero()}
+    labels = LABELS | {"b": "body", "n": LABELS["n"] | {"y": "body"}}
+    mask = {"w": True, "b": False, "n": {"x": False, "y": True, "none": None}}
+    ours, theirs = (
+        package.chain(package.partition(mixed, labels), package.masked(optax.scale(0.5), mask))
+        for package in (jda, optax)
+    )
+    assert ours.is_fused
+    got, want = run(ours), run(theirs, take=by_update)
+    assert_trees_same_bits(got[1], want[1])
+    for x, y in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want[0]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+    assert_trees_same_bits(run(ours, take=by_update), want)
 
 
 def test_other_leaves_of_masked_get_their_gradients():
