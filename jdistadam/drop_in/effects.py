@@ -28,6 +28,7 @@ from jdistadam.core.hyperparameters import (
     value_of,
 )
 from jdistadam.core.trees import Grads, Params, keep_if
+from jdistadam.errors import TreeError
 
 
 class Effect(NamedTuple):
@@ -51,8 +52,13 @@ class Effect(NamedTuple):
         if not callable(self.number):
             return Applied(self.kind, self.number, leaves)
         name = "weight_decay" if self.kind == "decay" else "learning_rate"
-        count = getattr(state, "inner_state", state).count
-        return Applied(self.kind, schedule_now(name, self.number, count), leaves)
+        state = getattr(state, "inner_state", state)
+        if "count" not in getattr(state, "_fields", ()):
+            raise TreeError(
+                f"opt_state: not the state of a schedule: got {type(state).__name__}, expected one "
+                "with a count. Pass opt_state as init, update or step of this chain returned it."
+            )
+        return Applied(self.kind, schedule_now(name, self.number, state.count), leaves)
 
 
 class Applied(NamedTuple):
@@ -143,6 +149,8 @@ def with_effects(
     Leaves of one group with other effects form another group, whose learning rate is a product and
     whose decay is that of the effect.
     """
+    if not effects or not any(row is not None for row in rows):
+        return tuple(rows), tuple(known), tuple(numbers), tuple(now)
     groups: dict[tuple[int, tuple[int, ...]], int] = {}
     new_rows: list[int | None] = []
     for i, row in enumerate(rows):
@@ -151,8 +159,6 @@ def with_effects(
             continue
         chosen = tuple(j for j, effect in enumerate(effects) if effect.selects(i))
         new_rows.append(2 * groups.setdefault((row // 2, chosen), len(groups)) + row % 2)
-    if not effects or not groups:
-        return tuple(rows), tuple(known), tuple(numbers), tuple(now)
     columns = []
     for group, chosen in groups:
         fixed, of_step = dict(numbers[group]), dict(now[group])

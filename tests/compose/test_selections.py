@@ -296,6 +296,9 @@ def test_mistakes_raise(cpu_mesh):
     named = jda.named_chain(("adam", jda.fused_adamw(0.1)))
     with pytest.raises(jda.TreeError, match="not a state of this named_chain: got 'other'"):
         named.step(params, {"other": ()}, params)
+    scaled = jda.chain(jda.fused_adamw(0.1), optax.scale_by_schedule(SCHEDULE))
+    with pytest.raises(jda.TreeError, match="not the state of a schedule: got EmptyState"):
+        scaled.step(params, (scaled.init(params)[0], optax.EmptyState()), params)
     with pytest.raises(jda.ShapeError, match=r"grads\['b'\]"):
         tx.step(params | {"b": jnp.ones(7)}, state, params)
     with pytest.raises(jda.TreeError, match="param_labels"):
