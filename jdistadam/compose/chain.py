@@ -58,8 +58,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
 
     Raises:
       PolicyError: An argument is no transformation. One before a distributed optimizer is not
-        linear, needs other arguments, or would read shards. One follows a distributed optimizer or
-        an optimizer with main parameters (raised by ``init``).
+        linear, needs other arguments, or would read shards. One follows a distributed optimizer;
+        or, if it is no number, an optimizer with main parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -138,9 +138,10 @@ class _Chain:
             tx.full_step = self.full_step
             is_rated = any(effect.kind == "factor" for effect in self.effects)
             tx.is_direction = self.last.is_direction and not is_rated
-            if not self.before and (algorithm := self.last.algorithm):  # for distributed
+            if algorithm := self.last.algorithm:
                 like_optax = tx if self.last.is_direction else algorithm.like_optax
-                tx.algorithm = algorithm_with(algorithm, self.effects, like_optax)
+                whole = algorithm_with(algorithm, self.effects, like_optax)  # checks its numbers
+                tx.algorithm = None if self.before else whole
         return tx
 
     @property

@@ -46,9 +46,8 @@ def scale_by_adam(
 
     with gradient :math:`g`, update :math:`u`, :math:`c_i = 1 - b_i^t` in step :math:`t`,
     :math:`\varepsilon` = ``eps`` and :math:`\bar\varepsilon` = ``eps_root``. The state is optax's
-    ``ScaleByAdamState``, so it composes with all of optax. At the end of a ``jda.chain``, it is
-    joined with ``jda.scale_by_learning_rate`` into ``fused_adam``, or with
-    ``jda.add_decayed_weights`` between the two into ``fused_adamw``: one kernel, with a ``step``.
+    ``ScaleByAdamState``, so it composes with all of optax. In a ``jda.chain``, one kernel computes
+    it with the ``jda.add_decayed_weights`` and the learning rates that follow, as ``fused_adamw``.
 
     Args:
       b1: Decay rate of the first moment :math:`m`, in [0, 1).
@@ -59,7 +58,7 @@ def scale_by_adam(
       nesterov: Whether to use Nesterov momentum.
 
     Returns:
-      A transformation whose updates have the gradients' dtype.
+      A ``FusedTransformation`` whose updates have the gradients' dtype.
 
     Raises:
       HyperparameterError, PolicyError: An argument is out of range.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
@@ -189,6 +190,20 @@ def test_each_member_of_a_vmap_is_clipped_by_itself():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), alone, together)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_gradients_are_clipped_by_the_norm_of_all(axis_type):
+    tx = jda.chain(optax.clip_by_global_norm(1.0), adamw("float32"), optax.scale(0.5))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    params, grads = ({"w": random(i, jnp.float32)["w"][:64]} for i in (0, 1))
+    want, _ = jax.jit(tx.step)(grads, tx.init(params), params)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("data"))
+        params, grads = (jax.device_put(x, sharding) for x in (params, grads))
+        got, _ = jax.jit(tx.step)(grads, tx.init(params), params)
+    assert got["w"].sharding.spec[0] == "data"
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6, atol=1e-7)
+
+
 def test_the_derivative_of_a_clip_is_that_of_optax():
     clip, adam = optax.clip_by_global_norm(1.0), jda.fused_adamw(0.02, **HYPER)
     params, grads = random(0, jnp.float32), random(1, jnp.float32)
@@ -253,7 +268,8 @@ def test_factors_follow_fused_adamw(config, case, take):
     assert_trees_same_bits(*moments)
     like = optax.chain(adamw(config), *given).init(random(0, CONFIGS[config][1]))
     assert jax.tree.structure(got[1]) == jax.tree.structure(like)
-    if take == "step":
+    # Unoptimized, as in tests, XLA of jax 0.11 contracts a schedule otherwise before a product.
+    if take == "step" and (case != "schedules" or jax.__version_info__ >= (0, 12)):
         assert_trees_same_bits(run(tx, config, steps=3), run(tx, config, steps=3, jitted=False))
 
 
@@ -337,6 +353,14 @@ def test_decay_of_optax_is_recognized_unless_it_has_a_mask(decay):
     masked = optax.add_decayed_weights(decay, dict(w=True, b=False, c=True))
     unfused = jda.chain(jda.scale_by_adam(), masked, rate)
     assert "transformation 1 and later ones" in unfused.why_not_fused
+
+
+@pytest.mark.parametrize("before", [[], [optax.clip_by_global_norm(1.0)]], ids=len)
+def test_numbers_out_of_range_raise_when_the_chain_is_made(before):
+    with pytest.raises(jda.HyperparameterError, match=r"^weight_decay: out of range"):
+        jda.chain(*before, jda.scale_by_adam(), jda.add_decayed_weights(-0.1), optax.scale(-1.0))
+    with pytest.raises(jda.HyperparameterError, match=r"^learning_rate: out of range"):
+        jda.chain(*before, jda.fused_adamw(0.1), optax.scale(np.inf))
 
 
 def test_other_parts_are_not_taken_for_those_of_optax():
