@@ -158,12 +158,10 @@ def named_chain(*args: tuple[str, optax.GradientTransformation]) -> FusedTransfo
 
     def in_order(state: Any) -> tuple[OptState, ...]:
         if not isinstance(state, Mapping) or state.keys() != txs.keys():
-            got = (
-                ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
-            )
+            got = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise TreeError(
-                f"opt_state: not a state of this named_chain: got {got}, "
-                f"expected {', '.join(map(repr, txs))}. Make it with init(params)."
+                f"opt_state: not a state of this named_chain: got {got}, expected {list(txs)}. "
+                "Make it with init(params) of this optimizer."
             )
         return tuple(state[name] for name in txs)
 
@@ -206,11 +204,10 @@ class _Selections:
         states, made = self.states_of(state), dict[Any, FullResult]()
         for label in dict.fromkeys((*self.txs, *labels)):
             step = _step_of(self.txs.get(label, optax.identity()))
-            own = (_selected(label_tree, label, tree) for tree in (grads, params))
-            its_grads, its_params = own
+            own = [_selected(label_tree, label, tree) for tree in (grads, params)]
             its_state = states[label] if label in self.txs else optax.EmptyState()
             its_how = how.of([x == label for x in labels])
-            made[label] = step(its_grads, its_state, its_params, extra, its_how)
+            made[label] = step(own[0], its_state, own[1], extra, its_how)
         leaves = {label: iter(jax.tree.leaves(result.params)) for label, result in made.items()}
         treedef: Any = jax.tree.structure(grads)
         whole = treedef.unflatten([next(leaves[label]) for label in labels])

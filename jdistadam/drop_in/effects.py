@@ -36,47 +36,36 @@ class Effect(NamedTuple):
 
     Attributes:
       kind: "factor": x * u. "decay": u + x * p. "clip": u * min(1, x / norm).
-      number: x, or a schedule of the step count in the part's state. Of a clip, a function.
-      mask: Which leaves it changes: a tree of bools or a function of one. None: all.
+      number: x, or a schedule of the step count in the part's state. Of a clip, a function. In a
+        step, x or a ``TracedSchedule``.
+      mask: Which leaves it changes: a tree of bools or a function of one. In a step, a bool for
+        each leaf. None: all.
     """
 
     kind: str
     number: Any
     mask: Any = None
 
-    def now(self, state: Any, tree: Any) -> Applied:
+    def now(self, state: Any, tree: Any) -> Effect:
         """The effect on a tree in a step that begins with a state of the part."""
-        leaves = None
-        if self.mask is not None:
-            leaves = tuple(group == 0 for group in decay_groups(self.mask, tree))
-        if not callable(self.number):
-            return Applied(self.kind, self.number, leaves)
-        name = "weight_decay" if self.kind == "decay" else "learning_rate"
-        state = getattr(state, "inner_state", state)
-        if "count" not in getattr(state, "_fields", ()):
-            raise TreeError(
-                f"opt_state: not the state of a schedule: got {type(state).__name__}, expected one "
-                "with a count. Pass opt_state as init, update or step of this chain returned it."
-            )
-        return Applied(self.kind, schedule_now(name, self.number, state.count), leaves)
-
-
-class Applied(NamedTuple):
-    """An effect in one step.
-
-    Attributes:
-      kind: "factor" or "decay".
-      x: Its number: known, an array or a ``TracedSchedule``.
-      leaves: Whether it changes each leaf of the tree. None: all.
-    """
-
-    kind: str
-    x: Any
-    leaves: tuple[bool, ...] | None
+        number, mask = self.number, self.mask
+        if mask is not None:
+            mask = tuple(group == 0 for group in decay_groups(mask, tree))
+        if callable(number):
+            state = getattr(state, "inner_state", state)
+            if "count" not in getattr(state, "_fields", ()):
+                raise TreeError(
+                    f"opt_state: not the state of a schedule: got {type(state).__name__}, expected "
+                    "one with a count. Pass opt_state as init, update or step of this chain "
+                    "returned it."
+                )
+            name = "weight_decay" if self.kind == "decay" else "learning_rate"
+            number = schedule_now(name, number, state.count)
+        return Effect(self.kind, number, mask)
 
     def selects(self, i: int) -> bool:
-        """Whether it changes leaf number ``i``."""
-        return self.leaves is None or self.leaves[i]
+        """Whether it changes leaf number ``i`` in a step."""
+        return self.mask is None or self.mask[i]
 
 
 class How(NamedTuple):
@@ -94,16 +83,16 @@ class How(NamedTuple):
     is_skipped: Any = None
     norms: bool = False
     grad_factor: Any = None
-    effects: tuple[Applied, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
     def of(self, selected: Sequence[bool]) -> How:
         """The same for the selected leaves of a tree."""
 
-        def fewer(effect: Applied) -> Applied:
-            if effect.leaves is None:
+        def fewer(effect: Effect) -> Effect:
+            if effect.mask is None:
                 return effect
-            kept = zip(effect.leaves, selected, strict=True)
-            return effect._replace(leaves=tuple(x for x, is_here in kept if is_here))
+            kept = zip(effect.mask, selected, strict=True)
+            return effect._replace(mask=tuple(x for x, is_here in kept if is_here))
 
         return self._replace(effects=tuple(map(fewer, self.effects)))
 
@@ -119,7 +108,7 @@ class How(NamedTuple):
         def one(i: int, u: Any, p: Any) -> Any:
             for effect in self.effects:
                 if effect.selects(i):
-                    x = jnp.asarray(value_of(effect.x), u.dtype)
+                    x = jnp.asarray(value_of(effect.number), u.dtype)
                     u = x * u if effect.kind == "factor" else u + x * p
             return u
 
@@ -138,7 +127,7 @@ class How(NamedTuple):
 
 
 def with_effects(
-    effects: Sequence[Applied],
+    effects: Sequence[Effect],
     rows: Sequence[int | None],
     known: Sequence[Any],
     numbers: Sequence[dict[str, Any]],
@@ -162,8 +151,8 @@ def with_effects(
     columns = []
     for group, chosen in groups:
         fixed, of_step = dict(numbers[group]), dict(now[group])
-        factors = [effects[j].x for j in chosen if effects[j].kind == "factor"]
-        for x in (effects[j].x for j in chosen if effects[j].kind == "decay"):
+        factors = [effects[j].number for j in chosen if effects[j].kind == "factor"]
+        for x in (effects[j].number for j in chosen if effects[j].kind == "decay"):
             del fixed["weight_decay"]
             (of_step if isinstance(x, TracedSchedule) else fixed)["weight_decay"] = x
         if factors:
