@@ -39,6 +39,7 @@ from jdistadam.drop_in.state import (
     parts_of_state,
 )
 from jdistadam.errors import DtypeError, PolicyError
+from jdistadam.kernels import reference
 from jdistadam.kernels.operands import (
     Operands,
     Rounding,
@@ -48,7 +49,6 @@ from jdistadam.kernels.operands import (
     keeping_main_params,
     new_params,
 )
-from jdistadam.kernels.reference import KINDS, pairwise_sum
 from jdistadam.kernels.sharded_adam import sharded_adam
 
 _LEAVES_A_CALL = 256
@@ -84,7 +84,7 @@ class TreeResult(NamedTuple):
         """The square roots by name, if there are squares."""
         if self.squares is None:
             return None
-        pairs = zip(KINDS, jnp.sqrt(self.squares), strict=True)
+        pairs = zip(reference.KINDS, jnp.sqrt(self.squares), strict=True)
         return {f"{kind}_norm": x for kind, x in pairs}
 
 
@@ -257,10 +257,10 @@ def step_leaves(
         else:  # the leaf stays as it is
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     scalars = Scalars.plain(coefficient_rows(hypers, count))
-    if is_skipped is not None:
-        scalars = scalars._replace(found_inf=is_skipped)
     if grad_factor is not None:
         scalars = scalars._replace(inv_scale=grad_factor)
+    if is_skipped is not None:
+        scalars = scalars._replace(found_inf=is_skipped)
     for (dtypes, group, _), indices in _chunks(calls):
         call_leaves = [leaves[i] for i in indices]
         call_rows = tuple(rows[i] for i in indices)
@@ -287,8 +287,8 @@ def step_leaves(
             new[i] = leaf
     if not norms:
         return new, None
-    none = jnp.zeros((1, len(KINDS)), jnp.float32)
-    return new, pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
+    none = jnp.zeros((1, len(reference.KINDS)), jnp.float32)
+    return new, reference.pairwise_sum(jnp.concatenate(squares) if squares else none, jnp)
 
 
 def _squares(old: Sequence[TreeLeaf], new: Sequence[TreeLeaf]) -> jax.Array:

@@ -9,7 +9,6 @@ sharding of the gradients. Inside ``jax.shard_map`` or on one device the kernel 
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives
+from jdistadam.core.arguments import warn_caller
 from jdistadam.core.codecs import BlockCodes, is_codes
 from jdistadam.core.collectives import CalledPrimitive, make_primitive
 from jdistadam.errors import PolicyError
@@ -202,11 +202,10 @@ def _of_members(values: jax.Array, x: Any) -> jax.Array:
 
 def _unless_skipped(is_skipped: jax.Array, made: Results, old: Operands) -> Results:
     """The results, or for members that skip the step the arrays that they replace."""
-    warnings.warn(
+    warn_caller(
         f"step: skipped for some of {is_skipped.size} members of a jax.vmap only, so all members "
         "are stepped, and selected afterwards, which reads and writes more. The kernel skips a "
-        "step if MultiSteps or apply_if_finite decides the same for all members.",
-        stacklevel=2,
+        "step if MultiSteps or apply_if_finite decides the same for all members."
     )
 
     def kept(kind: str) -> tuple[Any, ...]:
