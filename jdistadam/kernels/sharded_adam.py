@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives
 from jdistadam.core.arguments import warn_caller
 from jdistadam.core.codecs import BlockCodes, is_codes
-from jdistadam.core.collectives import CalledPrimitive, make_primitive
+from jdistadam.core.collectives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import adam
@@ -140,7 +140,7 @@ def _sharding_of(moment: Any) -> Any:
 
 # The moment's sharding as Shardy sees it, for the gradients to take: shardings pass through it
 # forward only. The moment itself would draw a loop's carry of gradients to its own sharding.
-_sharding_of_p = make_primitive(
+_sharding_of_p = collectives.make_primitive(
     "jdistadam_sharding_of",
     lambda x: [x],
     lambda x: [x],
