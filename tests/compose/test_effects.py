@@ -412,6 +412,30 @@ def test_chains_with_factors_are_distributed(cpu_mesh, case):
     assert_trees_same_bits(*results)
 
 
+def test_numbers_of_chains_are_injected_into_a_distributed_optimizer(cpu_mesh):
+    """Set in the state between steps, and multiplied by the factors in each."""
+
+    def half(learning_rate, weight_decay):
+        adam = jda.fused_adamw(learning_rate, **HYPER | dict(weight_decay=weight_decay))
+        return jda.chain(adam, optax.scale(0.5), optax.scale_by_schedule(OTHER))
+
+    def whole(learning_rate, weight_decay):
+        rate = times(lambda _: learning_rate, 0.5, OTHER)
+        return jda.fused_adamw(rate, **HYPER | dict(weight_decay=weight_decay))
+
+    results = []
+    for make in (half, whole):
+        tx = jda.distributed(jda.inject_hyperparams(make)(0.02, 0.13), mesh=cpu_mesh(2))
+        step = jda.train_step(lambda p, x: jnp.mean(jnp.square(x @ p["w"])), tx)
+        state = jda.TrainState.create({"w": jnp.ones((64, 8))}, tx)
+        for i in range(10):
+            x = np.random.default_rng(i).normal(size=(4, 64)).astype(np.float32)
+            state, _ = step(state, x)
+            state.opt_state.hyperparams["learning_rate"] = 0.03 + 0.01 * i
+        results.append(state.params)
+    assert_trees_same_bits(*results)
+
+
 REFUSED = {
     "max_grad_norm": lambda: jda.chain(optax.clip_by_global_norm(1.0), adamw("float32")),
     "param_labels": lambda: jda.partition({0: adamw("float32")}, 0),
