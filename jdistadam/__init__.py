@@ -17,6 +17,7 @@ from jdistadam.checkpoint.checkpointer import Checkpointer, save
 from jdistadam.checkpoint.restore import checkpoint_steps, restore, restore_extra, restore_params
 from jdistadam.compose.chain import chain
 from jdistadam.compose.inject_hyperparams import inject_hyperparams
+from jdistadam.compose.selections import masked, named_chain, partition
 from jdistadam.compose.wrappers import MultiSteps, apply_if_finite
 from jdistadam.core.codecs import BlockCodes
 from jdistadam.core.guards import DynamicLossScale, LossScaleState, NormGuard, NormGuardState
@@ -124,6 +125,9 @@ __all__ = [  # noqa: RUF022 - by task
     "add_decayed_weights",
     "scale_by_learning_rate",
     "chain",
+    "named_chain",
+    "masked",
+    "partition",
     "inject_hyperparams",
     "MultiSteps",
     "apply_if_finite",

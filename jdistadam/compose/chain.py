@@ -10,37 +10,36 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdistadam.compose.linearity import (
-    example_params,
-    is_alike,
-    is_elementwise,
-    reads_params,
-    why_not_linear,
-)
+from jdistadam.compose.distributed_chain import DistributedChain, check_state, update_in_turn
 from jdistadam.core import trees
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.distributed import model_axes
-from jdistadam.distributed.accumulate import AccumulatedGrads
-from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.shard import in_form_of, is_shard, leaves_of, plain
-from jdistadam.distributed.state import StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.parts import joined
+from jdistadam.drop_in.effects import Effect, How, algorithm_with, clip_factor, effect_of
 from jdistadam.drop_in.state import MainParamsState
-from jdistadam.drop_in.transformation import FullResult, FusedTransformation, full_step_of
-from jdistadam.errors import PolicyError, TreeError
+from jdistadam.drop_in.step import advance_schedules
+from jdistadam.drop_in.transformation import (
+    FullResult,
+    FusedTransformation,
+    full_step_of,
+    made_of,
+    takes_all,
+)
+from jdistadam.errors import PolicyError
 
 
 def chain(*transformations: optax.GradientTransformation) -> FusedTransformation:
-    """``optax.chain`` with a ``step``: the same state, the same updates.
+    """``optax.chain`` with a ``step``, and with optax's state.
 
-    ``step`` is fused if the last transformation has its own step, as jdistadam's optimizers do. The
-    transformations before it change the gradients. At the end of a chain, jdistadam's
-    ``scale_by_adam`` and ``add_decayed_weights``, and what multiplies by a number, become one such
-    optimizer, whose state stays in parts: ``jda.scale_by_learning_rate``, or ``optax.scale``,
-    ``optax.scale_by_schedule`` and ``optax.scale_by_learning_rate``, of which one may depend on the
-    step count. Several numbers are multiplied first. Otherwise ``step`` is ``update`` and
-    ``apply_updates``, and ``why_not_fused`` says why.
+    ``step`` is fused if one of jdistadam's optimizers is followed only by what multiplies by a
+    number: ``optax.scale``, ``scale_by_schedule`` and ``scale_by_learning_rate``, also in
+    ``jda.masked``. ``add_decayed_weights`` without a mask, or ``jda.add_decayed_weights``, may
+    follow ``jda.scale_by_adam`` directly. The numbers are multiplied first, and main parameters
+    follow. Otherwise ``step`` is ``update`` and ``apply_updates``, and ``why_not_fused`` says why.
+
+    The transformations before the optimizer change the gradients. ``optax.clip_by_global_norm``
+    directly before it does not write them: the kernel multiplies them by the smaller of 1 and
+    ``max_norm / norm``, with the norm in float32. optax divides by the norm and then multiplies,
+    with two roundings in the gradients' dtype. ``update`` does the same as ``step``.
 
     Transformations before a distributed optimizer get unreduced gradients. They must be linear,
     because gradients are summed over devices afterwards. ``optax.scale``, ``optax.masked`` and
@@ -59,8 +58,8 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
 
     Raises:
       PolicyError: An argument is no transformation. One before a distributed optimizer is not
-        linear, needs other arguments, or would read shards. One follows a distributed optimizer or
-        an optimizer with main parameters (raised by ``init``).
+        linear, needs other arguments, or would read shards. One follows a distributed optimizer;
+        or, if it is no number, an optimizer with main parameters (raised by ``init``).
 
     Example:
       >>> import jax.numpy as jnp, jdistadam as jda
@@ -71,9 +70,9 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
       0.99
     """
     _check_transformations(transformations)
-    *before, last = transformations
+    *first, last = transformations
     if isinstance(last, DistributedTransformation):
-        distributed = _DistributedChain(tuple(before), last)
+        distributed = DistributedChain(tuple(first), last)
         distributed.check_before_params_are_known()
         return DistributedTransformation.make(
             distributed,
@@ -81,15 +80,35 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
             distributed.state_specs(),
             bound=last.bound,
         )
-    end = joined(transformations)
-    if isinstance(end, str):
-        return _Chain(tuple(before), last, why_not_fused=end).transformation()
-    fused, num_parts = end
-    chained = _Chain(tuple(transformations[:-num_parts]), fused, num_parts)
-    tx = chained.transformation()
-    if not chained.before:  # so that distributed takes it
-        tx.algorithm = fused.algorithm
-    return tx
+    place, effects, why = _optimizer_in(transformations)
+    before, after = transformations[:place], transformations[place + 1 :]
+    return _Chain(before, transformations[place], after, effects).transformation(why)
+
+
+def _optimizer_in(
+    transformations: Sequence[Any],
+) -> tuple[int, tuple[Effect, ...], str]:
+    """Returns the place of the optimizer, the effects after it, and why a chain is not fused."""
+    end = len(transformations) - 1
+    ours = [i for i, tx in enumerate(transformations) if isinstance(tx, FusedTransformation)]
+    if not ours:
+        return end, (), "no transformation in it has a fused step"
+    place = ours[-1]
+    tx, after = transformations[place], transformations[place + 1 :]
+    if after and not takes_all(tx):
+        return end, (), f"the step of transformation {place} cannot take what follows it"
+    effects: list[Effect] = []
+    for i, other in enumerate(after):
+        effect = effect_of(other)
+        allowed = ("factor", "decay") if tx.is_direction and i == 0 else ("factor",)
+        if effect is None or effect.kind not in allowed:
+            why = f"transformation {place + 1 + i} and later ones follow the optimizer, and do more"
+            return end, (), f"{why} than to multiply by numbers"
+        effects.append(effect)
+    if tx.is_direction and not any(effect.kind == "factor" for effect in effects):
+        why = f"nothing multiplies by a learning rate after transformation {end}"
+        return place, tuple(effects), why
+    return place, tuple(effects), "" if after else tx.why_not_fused
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
@@ -97,44 +116,46 @@ class _Chain:
     """The functions of a chain in one program."""
 
     before: tuple[optax.GradientTransformation, ...]
-    last: optax.GradientTransformation
-    num_parts: int | None = None  # of the last one's state, if these are parts of the chain's
-    why_not_fused: str = ""  # if the last one has no step
+    last: Any  # the optimizer
+    after: tuple[optax.GradientTransformation, ...]
+    effects: tuple[Effect, ...]  # of those after it
 
     def init(self, params: Params) -> OptState:
         states = tuple(tx.init(params) for tx in self.before)
         for i, state in enumerate(states):
             if trees.parts_of(state, MainParamsState):
                 raise _misplaced(i, "params must follow its main parameters exactly")
-        return self._whole(states, self.last.init(params))
+        return (*states, self.last.init(params), *(tx.init(params) for tx in self.after))
 
-    def transformation(self) -> FusedTransformation:
+    def transformation(self, why_not_fused: str) -> FusedTransformation:
         """The functions as an optimizer."""
-        tx = FusedTransformation(self.init, self.update, self.step)
+        if takes_all(self.last):
+            tx = made_of(self.init, self.full_step)
+        else:
+            tx = FusedTransformation(self.init, self.update, self.step)
+        tx._of_another = why_not_fused
         if getattr(self.last, "full_step", None) is not None:
             tx.full_step = self.full_step
-        elif isinstance(self.last, FusedTransformation):
-            tx._of_another = self.last.why_not_fused
-        else:
-            tx._of_another = self.why_not_fused
+            is_rated = any(effect.kind == "factor" for effect in self.effects)
+            tx.is_direction = self.last.is_direction and not is_rated
+            if algorithm := self.last.algorithm:
+                like_optax = tx if self.last.is_direction else algorithm.like_optax
+                whole = algorithm_with(algorithm, self.effects, like_optax)  # checks its numbers
+                tx.algorithm = None if self.before else whole
         return tx
 
-    def _whole(self, states: tuple[Any, ...], last: Any) -> OptState:
-        return (*states, last) if self.num_parts is None else (*states, *last)
-
-    def _parts(self, state: Any) -> tuple[tuple[Any, ...], Any]:
-        """The states of the transformations before the last one, and its state."""
-        _check_state(self.before, state, self.num_parts or 1)
-        count = len(self.before)
-        return state[:count], state[-1] if self.num_parts is None else tuple(state[count:])
+    @property
+    def _clip(self) -> Effect | None:
+        """The clip right before the optimizer, if there is one."""
+        effect = effect_of(self.before[-1]) if self.before else None
+        return effect if effect is not None and effect.kind == "clip" and not effect.mask else None
 
     def update(
         self, grads: Grads, state: OptState, params: Params = None, **extra_args: Any
     ) -> tuple[Any, OptState]:
-        states, last = self._parts(state)
-        given = (*self.before, self.last), grads, (*states, last), params, extra_args
-        updates, new = _update_in_turn(*given)
-        return updates, self._whole(new[:-1], new[-1])
+        transformations = (*self.before, self.last)
+        check_state(transformations, state)
+        return update_in_turn(transformations, grads, state, params, extra_args)
 
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -145,143 +166,40 @@ class _Chain:
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)
             return optax.apply_updates(params, updates), state
-        states, last = self._parts(state)
-        grads, states = _update_in_turn(self.before, grads, states, params, extra_args)
+        check_state((*self.before, self.last), state)
+        *states, last = state
+        grads, new = update_in_turn(self.before, grads, states, params, extra_args)
         params, last = self.last.step(grads, last, params, **extra_args)
-        return params, self._whole(states, last)
+        return params, (*new, last)
 
     def full_step(
-        self, grads: Grads, state: Any, params: Params, extra: Any, is_skipped: Any, norms: bool
+        self, grads: Grads, state: Any, params: Params, extra: Any, how: How
     ) -> FullResult:
         """The step for wrappers; if it is skipped, all states stay unchanged."""
-        states, last = self._parts(state)
-        grads, new = _update_in_turn(self.before, grads, states, params, extra)
-        step = full_step_of(self.last, "chain")
-        result = step(grads, last, params, extra, is_skipped, norms)
-        states = trees.keep_if(is_skipped, states, new)
-        return result._replace(state=self._whole(states, result.state))
+        check_state((*self.before, self.last, *self.after), state)
+        count, skipped = len(self.before), how.is_skipped
+        before, last, after = state[:count], state[count], state[count + 1 :]
+        if self.before:
+            grads, how = how.scaled(grads), how._replace(grad_factor=None)
+        clip = self._clip if self.last.merges and _are_floats(grads) else None
+        in_turn = self.before[:-1] if clip else self.before
+        grads, new = update_in_turn(in_turn, grads, before[: len(in_turn)], params, extra)
+        if clip:
+            how = how._replace(grad_factor=clip_factor(grads, clip.number()))
+            new = (*new, before[-1])
+        effects = zip(self.effects, after, strict=True)
+        applied = tuple(effect.now(its_state, grads) for effect, its_state in effects)
+        how = how._replace(effects=(*applied, *how.effects))
+        step = full_step_of(self.last, "chain", may_be_direction=True)
+        result = step(grads, last, params, extra, how)
+        next_after = tuple(map(advance_schedules, after))
+        new, next_after = trees.keep_if(skipped, (before, after), (new, next_after))
+        return result._replace(state=(*new, result.state, *next_after))
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _DistributedChain:
-    """The functions of a chain whose last transformation is a distributed optimizer."""
-
-    before: tuple[optax.GradientTransformation, ...]
-    last: DistributedTransformation
-
-    def init(self, schedule: Schedule, params: Params) -> OptState:
-        """Makes the states of all transformations."""
-        self.check_before(self._unsharded(schedule, params))
-        before = (tx.init(params) for tx in self.before)
-        return (*before, self.last.functions.init(schedule, params))
-
-    def local_step(
-        self, schedule: Schedule, grads: Grads, state: OptState, params: Params, **extra_args: Any
-    ) -> StepResult:
-        """Changes the gradients and takes the optimizer's step."""
-        unsharded = self._unsharded(schedule, params)
-        self.check_before(unsharded)
-        self._check_shards_of(grads, unsharded)
-        grads, states = self._update_before(grads, state, _arrays(unsharded), extra_args)
-        result = self.last.functions.local_step(schedule, grads, state[-1], params, **extra_args)
-        # If the optimizer skips a step, schedules before it do not advance either.
-        states = trees.keep_if(result.is_skipped, state[:-1], states)
-        return result._replace(opt_state=(*states, result.opt_state))
-
-    def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:
-        """The norm of the gradients that reach the optimizer."""
-        grads, _ = self._update_before(grads, state, None, {})
-        return self.last.functions.norm(schedule, grads, state[-1])
-
-    def state_specs(self) -> Any:
-        """The PartitionSpecs of the state: everything before the optimizer is replicated."""
-        return (*(jax.sharding.PartitionSpec() for _ in self.before), self.last.state_specs())
-
-    def check_before(self, params: Params) -> None:
-        """Raises PolicyError if a transformation may not come before a sum over devices."""
-        for i, tx in enumerate(self.before):
-            if why := _why_not_linear(i, tx, params):
-                raise PolicyError(
-                    f"chain, transformation {i}: it would see each device's gradients before "
-                    f"they are summed, and {why}: got a distributed optimizer after it, expected "
-                    "a transformation that is linear in the gradients and keeps nothing of them. "
-                    "For clipping pass max_grad_norm, for weight decay weight_decay or l2; for "
-                    "noise see docs/recipes.md."
-                )
-            if self.last.config.parallel.shards_params and reads_params(tx, params):
-                raise self._sees_shards(i, "parameters, and it reads their values")
-
-    def _check_shards_of(self, grads: Grads, unsharded: Params) -> None:
-        """Raises PolicyError if a transformation would mix elements within one shard."""
-        if isinstance(grads, AccumulatedGrads) or not any(map(is_shard, leaves_of(grads))):
-            return
-        like = lambda g, p: jax.ShapeDtypeStruct(jnp.shape(g), p.dtype)  # noqa: E731
-        shards = jax.tree.map(like, plain(grads), unsharded)
-        for i, tx in enumerate(self.before):
-            if not is_elementwise(tx, unsharded):
-                raise self._sees_shards(i, "summed gradients, and it is not elementwise")
-            if not is_alike(tx, unsharded, shards):
-                raise self._sees_shards(i, "summed gradients, and it looks at shapes or places")
-
-    def _sees_shards(self, i: int, of_what: str) -> PolicyError:
-        parallel = self.last.config.parallel
-        return PolicyError(
-            f"chain, transformation {i}: it would see a device's shard of {of_what}: "
-            f"got {parallel.strategy!r}, expected 'optim' or 'optim_grads'. "
-            "Change the strategy, or leave this transformation out."
-        )
-
-    def _unsharded(self, schedule: Schedule, params: Params) -> Params:
-        return model_axes.unsharded(self.last.config, schedule, params)
-
-    def check_before_params_are_known(self) -> None:
-        """Raises what ``check_before`` does, if example params are enough to find it.
-
-        A transformation may hold functions that only work on the user's params, such as a mask or a
-        label for each of their names. On example params this user code may raise anything: a
-        ValueError of jax.tree, a KeyError, an AttributeError or an assertion. That says nothing
-        about the transformation; ``init`` checks it with the real params.
-        """
-        try:
-            self.check_before(example_params())
-        except PolicyError:
-            raise
-        except Exception:
-            return
-
-    def _update_before(
-        self, grads: Grads, state: OptState, params: Params, extra_args: dict[str, Any]
-    ) -> tuple[Grads, tuple[Any, ...]]:
-        """Updates gradients, or sums of accumulated ones, with all but the optimizer."""
-        is_accumulated = isinstance(grads, AccumulatedGrads)
-        if is_accumulated and self.before and self.last.config.parallel.shards_grads:
-            raise PolicyError(
-                "chain: accumulated gradients are already reduced and sharded: "
-                "got a transformation before the distributed optimizer, expected none, "
-                "under 'optim_grads' and 'optim_grads_params'. Use sharding_strategy='optim', "
-                "or 'optim_grads_params' with reshard_after_forward=False."
-            )
-        _check_state(self.before, state)
-        given = grads.sums if is_accumulated else grads
-        updated, states = _update_in_turn(self.before, plain(given), state[:-1], params, extra_args)
-        updated = in_form_of(given, updated)
-        return dataclasses.replace(grads, sums=updated) if is_accumulated else updated, states
-
-
-def _update_in_turn(
-    transformations: Sequence[optax.GradientTransformation],
-    grads: Grads,
-    states: Sequence[OptState],
-    params: Params,
-    extra_args: dict[str, Any],
-) -> tuple[Any, tuple[Any, ...]]:
-    """Like ``optax.chain``: each transformation updates the previous one's results."""
-    new_states = []
-    for tx, state in zip(transformations, states, strict=True):
-        tx = optax.with_extra_args_support(tx)
-        grads, new_state = tx.update(grads, state, params, **extra_args)
-        new_states.append(new_state)
-    return grads, tuple(new_states)
+def _are_floats(tree: Any) -> bool:
+    """Whether the kernel takes all leaves of a tree."""
+    return all(jnp.result_type(x) in trees.STORAGE_DTYPES for x in jax.tree.leaves(tree))
 
 
 def _check_transformations(transformations: Sequence[Any]) -> None:
@@ -303,46 +221,9 @@ def _check_transformations(transformations: Sequence[Any]) -> None:
             raise _misplaced(i, "a distributed optimizer must come last")
 
 
-def _check_state(
-    before: Sequence[optax.GradientTransformation], state: Any, num_parts: int = 1
-) -> None:
-    """Raises TreeError unless a state has one part per transformation."""
-    expected = len(before) + num_parts
-    if not isinstance(state, tuple) or len(state) != expected:
-        got = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
-        raise TreeError(
-            f"opt_state: not a state of this chain: got {got}, expected {expected} parts. "
-            "Pass opt_state as init, update or step returned it."
-        )
-
-
-def _arrays(params: Params) -> Params:
-    """Params, or zeros in place of shapes; nothing reads their values."""
-
-    def array(x: Any) -> Any:
-        return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-
-    return jax.tree.map(array, params)
-
-
 def _misplaced(i: int, why: str) -> PolicyError:
     return PolicyError(
         f"chain, transformation {i}: {why}: got others behind it, expected the last place. "
         "Move it to the end; in place of what changes the learning rate there, "
         "set hyperparams['learning_rate'] of inject_hyperparams."
     )
-
-
-def _why_not_linear(i: int, tx: optax.GradientTransformation, params: Params) -> str | None:
-    """As ``why_not_linear``; raises PolicyError if it needs arguments that others do not take."""
-    try:
-        return why_not_linear(tx, params)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise PolicyError(
-            f"chain, transformation {i}: it needs more than gradients, state and params: "
-            f"got {error}, expected no such argument before a distributed optimizer. "
-            "For a learning rate that follows the loss, set hyperparams['learning_rate'] "
-            "of inject_hyperparams between steps: docs/recipes.md."
-        ) from error

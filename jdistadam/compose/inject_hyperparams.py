@@ -22,6 +22,7 @@ from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import Functions, StepResult
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.drop_in.effects import How
 from jdistadam.drop_in.transformation import FullResult, FusedTransformation, full_step_of
 from jdistadam.errors import HyperparameterError, PolicyError, TreeError
 
@@ -125,6 +126,8 @@ def inject_hyperparams(
         stepping = inject(lambda tx: (tx.init, tx.step))
         tx = FusedTransformation(stepping.init, updating.update, stepping.update)
         tx.full_step = functools.partial(_full_step, inject)
+        tx.merges, tx.is_direction = first.merges, first.is_direction
+        tx._of_another = first._of_another
         if first.algorithm is not None:  # each part of a chain is distributed by itself
             tx.distributed_by = lambda distributed: inject_distributed(
                 distributed(first), functools.partial(inject, wrap=distributed)
@@ -140,23 +143,22 @@ def _full_step(
     state: Any,
     params: Params,
     extra_args: dict[str, Any],
-    is_skipped: Any,
-    norms: bool,
+    how: How,
 ) -> FullResult:
     """The step for wrappers; if it is skipped, schedules do not advance."""
 
     def functions_of(tx: Any) -> Any:
-        step = full_step_of(tx, "inject_hyperparams")
+        step = full_step_of(tx, "inject_hyperparams", may_be_direction=True)
 
         def stepped(grads: Grads, inner: Any, params: Params, **extra: Any) -> Any:
-            result = step(grads, inner, params, extra, is_skipped, norms)
+            result = step(grads, inner, params, extra, how)
             return result, result.state
 
         return tx.init, stepped
 
     result, new = inject(functions_of).update(grads, state, params, **extra_args)
     outer = [x._replace(inner_state=None) for x in (state, new)]
-    kept = trees.keep_if(is_skipped, *outer)
+    kept = trees.keep_if(how.is_skipped, *outer)
     return result._replace(state=kept._replace(inner_state=result.state))
 
 

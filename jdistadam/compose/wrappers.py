@@ -20,6 +20,7 @@ from optax import apply_if_finite as optax_apply_if_finite
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.core.trees import Grads, Params
+from jdistadam.drop_in.effects import How
 from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
@@ -43,9 +44,9 @@ class MultiSteps(FusedTransformation):
 
     Transformations before the optimizer in a chain run in every call, and replicated params of a
     sharded state are gathered in every call, as with optax. After a step :math:`a` is zero, even if
-    it was not finite; optax's ``update`` multiplies it by zero, so NaN stays. Under ``jax.vmap``,
-    ``step`` needs counts that are not batched; ``update`` takes any. To save after each call, pass
-    a step to ``jda.save``: the optimizer's count changes only when it steps.
+    it was not finite; optax's ``update`` multiplies it by zero, so NaN stays. If members of a
+    ``jax.vmap`` decide differently, ``step`` warns, steps all of them, and selects. To save after
+    each call, pass a step to ``jda.save``: the optimizer's count changes only when it steps.
 
     Args:
       opt: ``fused_adamw``, ``fused_adam``, or a ``chain`` or ``inject_hyperparams`` of them.
@@ -95,9 +96,10 @@ class MultiSteps(FusedTransformation):
         theirs = optax_MultiSteps(opt, schedule, *how)
 
         def full_step(
-            grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
+            grads: Grads, state: Any, params: Params, extra_args: Any, how: How
         ) -> FullResult:
-            _check_state("MultiSteps", optax.MultiStepsState, state)
+            is_skipped = how.is_skipped
+            check_state_of("MultiSteps", optax.MultiStepsState, state)
             trees.check_same_shapes(grads, state.acc_grads, name="grads", like_name="acc_grads")
             ignored, skip_state = is_skipped, state.skip_state
             if skips is not None:
@@ -111,7 +113,8 @@ class MultiSteps(FusedTransformation):
             sums = trees.keep_if(ignored, state.acc_grads, sums)
             emits = is_last if ignored is None else is_last & ~ignored
             means = jax.tree.map(lambda x, grad: x.astype(grad.dtype), sums, grads)
-            result = inner(means, state.inner_opt_state, params, extra_args, ~emits, norms)
+            given = means, state.inner_opt_state, params, extra_args
+            result = inner(*given, how._replace(is_skipped=~emits))
             # Zeros are written when the kernel has read the sums: no second array is needed. One
             # barrier for each leaf: in a shard_map, jax 0.10 lets all results of one vary alike.
             sums = jax.tree.map(
@@ -184,16 +187,18 @@ def apply_if_finite(
     theirs = optax_apply_if_finite(inner, max_consecutive_errors)
 
     def full_step(
-        grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
+        grads: Grads, state: Any, params: Params, extra_args: Any, how: How
     ) -> FullResult:
-        _check_state("apply_if_finite", optax.ApplyIfFiniteState, state)
+        is_skipped = how.is_skipped
+        check_state_of("apply_if_finite", optax.ApplyIfFiniteState, state)
         zero = jnp.zeros((), jnp.int32)
         finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
         is_finite = jnp.all(jnp.stack(finite)) if finite else jnp.ones((), jnp.bool_)
         in_a_row = jnp.where(is_finite, zero, optax.safe_increment(state.notfinite_count))
         rejected = ~is_finite & (in_a_row <= max_consecutive_errors)
         ignored = rejected if is_skipped is None else rejected | is_skipped
-        result = step(grads, state.inner_state, params, extra_args, ignored, norms)
+        given = grads, state.inner_state, params, extra_args
+        result = step(*given, how._replace(is_skipped=ignored))
         total = optax.safe_increment(state.total_notfinite)
         new = optax.ApplyIfFiniteState(
             notfinite_count=in_a_row,
@@ -237,7 +242,7 @@ def _added(acc: Grads, grads: Grads, n: Any) -> Any:
     return jax.tree.map(one, acc, grads)
 
 
-def _check_state(wrapper: str, expected: type, state: Any) -> None:
+def check_state_of(wrapper: str, expected: type, state: Any) -> None:
     """Raises TreeError for the state of another optimizer."""
     if not isinstance(state, expected):
         raise TreeError(

@@ -25,8 +25,11 @@ from jdistadam.core.trees import Params
 from jdistadam.errors import DtypeError, HyperparameterError, PolicyError, TreeError
 
 
-def _is_function(given: Any) -> bool:
-    """Whether this is no tree, as optax decides: a module may be called, and be a tree of bools."""
+def is_function(given: Any) -> bool:
+    """Returns whether this is no tree, as optax decides.
+
+    A module may be called, and be a tree of bools.
+    """
     leaves = jax.tree.leaves(given)
     return bool(leaves) and all(map(callable, leaves))
 
@@ -36,7 +39,7 @@ def decay_groups(mask: Any | Callable[[Any], Any] | None, params: Params) -> tup
     num_leaves = len(jax.tree.leaves(params))
     if mask is None or not num_leaves:
         return (0,) * num_leaves
-    if _is_function(mask):
+    if is_function(mask):
         mask = mask(params)
         if isinstance(mask, bool | np.bool_) and num_leaves > 1:
             raise TreeError(
@@ -77,7 +80,7 @@ def for_each_leaf(
       expected: What may be given.
       is_leaf: Which containers in ``given`` are values.
     """
-    given = given(params) if _is_function(given) else given
+    given = given(params) if is_function(given) else given
     values: list[Any] = []
 
     def spread(value: Any, subtree: Any) -> None:
@@ -212,13 +215,13 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     rate = hyper.learning_rate
     if "lr_scale" not in given:
         return new
-    if callable(rate) or callable(scale):
-        return dataclasses.replace(new, learning_rate=_product(rate, checked.learning_rate))
-    return dataclasses.replace(new, learning_rate=rate * scale)
+    return dataclasses.replace(new, learning_rate=product(rate, checked.learning_rate))
 
 
-def _product(rate: Any, scale: Any) -> Any:
-    """The schedule of a product; either side may be a schedule."""
+def product(rate: Any, scale: Any) -> Any:
+    """Returns a product: a schedule if one of the two is."""
+    if not callable(rate) and not callable(scale):
+        return rate * scale
 
     def schedule(count: Any) -> Any:
         factors = [x(count) if callable(x) else x for x in (rate, scale)]

@@ -17,8 +17,9 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,21 @@ class TracedSchedule:
         """Its value at the step count."""
         closed = core.ClosedJaxpr(self.program.jaxpr, self.arrays)
         return core.jaxpr_as_fun(closed)(self.count)[0]
+
+
+class Product(NamedTuple):
+    """A learning rate as factors, whose product is taken in the program of the step."""
+
+    factors: tuple[Any, ...]
+
+    def value(self) -> Any:
+        """The product."""
+        return functools.reduce(operator.mul, map(value_of, self.factors))
+
+
+def value_of(x: Any) -> Any:
+    """Returns a number that may be a schedule or a product now."""
+    return x.value() if isinstance(x, TracedSchedule | Product) else x
 
 
 def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:

@@ -317,12 +317,17 @@ def _algorithm_of(tx: Any) -> Algorithm | None:
     elif isinstance(tx, FusedTransformation) and not tx.is_as_made:
         what = "an optimizer whose functions were replaced, which nothing here would call"
         action = "Replace those of what jda.distributed returns."
+    elif isinstance(tx, FusedTransformation) and tx.is_direction:
+        what = "only the direction of Adam, which nothing multiplies by a learning rate"
+        action = "Pass jda.chain(jda.scale_by_adam(...), jda.scale_by_learning_rate(...))."
     elif isinstance(tx, FusedTransformation):
         if tx.algorithm is not None or tx.distributed_by is not None:
             return tx.algorithm
         what = "not an optimizer by itself, but a chain or a wrapper"
         action = (
             "Put the chain around: jda.chain(before, jda.distributed(fused_adamw(...), ...)). "
+            "For a clip pass max_grad_norm; for masked and partition pass fused_adamw param_labels "
+            "and groups. "
             "For MultiSteps pass train_step accumulate_steps, for apply_if_finite loss_scale=1.0."
         )
     elif isinstance(tx, optax.GradientTransformation):

@@ -18,16 +18,16 @@ from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
+from jdistadam.drop_in.effects import How, with_effects
 from jdistadam.drop_in.state import OPTAX_DTYPES, new_state, optax_takes, schedules_now
-from jdistadam.drop_in.step import TreeResult, tree_step
+from jdistadam.drop_in.step import tree_step
 from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
-    step_of,
+    made_of,
     with_frozen,
     without_frozen,
 )
-from jdistadam.kernels.reference import KINDS
 
 
 def fused_adamw(
@@ -345,13 +345,15 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
         stepped = without_frozen(groups.row_of_leaves(params), params)
         return new_state(algorithm, stepped)
 
-    def run(
-        mode: str, grads: Grads, state: OptState, params: Params, **requests: Any
-    ) -> TreeResult:
-        if params is None and (needs_params or mode == "step"):
+    def full_step(
+        grads: Grads, state: OptState, params: Params, extra_args: Any, how: How
+    ) -> FullResult:
+        del extra_args  # like optax's own optimizers, which take none
+        mode, reads_params = how.mode, needs_params or any(x.kind == "decay" for x in how.effects)
+        if params is None and (reads_params or mode == "step"):
             raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
         if mode == "update" and params is not None:
-            params = _with_gradients(params, grads, state, needs_params)
+            params = _with_gradients(params, grads, state, reads_params)
         whole = grads if params is None else params
         rows = groups.row_of_leaves(whole)
         kept = whole
@@ -361,41 +363,21 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             grads = without_frozen(rows, grads)
             params = None if params is None else without_frozen(rows, params)
         try:
-            now = schedules_now(schedules, state, **kept_as)
-            given = known, numbers
+            of_step = schedules_now(schedules, state, **kept_as)
+            given = with_effects(how.effects, rows, known, numbers, of_step)
+            rows_of_step, fixed, operands, now = given
             if any(map(_is_optax_leaf, jax.tree.leaves((grads, params)))):
-                given = _with_constants(known, numbers)
-            static = dict(mode=mode, known=given[0], rows=rows, **kept_as)
-            new = tree_step(grads, state, params, given[1], now, **static, **requests)
+                fixed, operands = _with_constants(fixed, operands)
+            static = dict(mode=mode, known=fixed, rows=rows_of_step, norms=how.norms, **kept_as)
+            operands = grads, state, params, operands, now, how.is_skipped, how.grad_factor
+            new = tree_step(*operands, **static)
         except TypeError:  # jit names a wrong leaf by its position in the call
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-        return new._replace(out=with_frozen(rows, new.out, kept))
+        return FullResult(with_frozen(rows, new.out, kept), new.state, new.norms)
 
-    def update(
-        grads: Grads, state: OptState, params: Params = None, **extra_args: Any
-    ) -> tuple[Any, OptState]:
-        del extra_args  # like optax's own optimizers, which take none
-        return run("update", grads, state, params)[:2]
-
-    def full_step(
-        grads: Grads, state: Any, params: Params, extra_args: Any, is_skipped: Any, norms: bool
-    ) -> FullResult:
-        del extra_args
-        result = run("step", grads, state, params, is_skipped=is_skipped, norms=norms)
-        return FullResult(result.out, result.state, _norms(result.squares) if norms else None)
-
-    tx = FusedTransformation(init, update, step_of(full_step))
-    tx.full_step = full_step
-    tx.algorithm = algorithm
-    return tx
-
-
-def _norms(squares: jax.Array) -> dict[str, jax.Array]:
-    """The norms of sums of squares, by name."""
-    pairs = zip(KINDS, jnp.sqrt(squares), strict=True)
-    return {f"{kind}_norm": x for kind, x in pairs}
+    return made_of(init, full_step, algorithm=algorithm)
 
 
 def _mu_dtype(given: Any) -> Any:

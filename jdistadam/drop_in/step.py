@@ -23,9 +23,9 @@ from jdistadam.core.codecs import Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
 from jdistadam.core.hyperparameters import (
     Hyperparameters,
-    TracedSchedule,
     at_count,
     coefficient_rows,
+    value_of,
 )
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
@@ -83,6 +83,14 @@ class TreeResult(NamedTuple):
     state: OptState
     squares: Any
 
+    @property
+    def norms(self) -> dict[str, jax.Array] | None:
+        """The square roots by name, if there are squares."""
+        if self.squares is None:
+            return None
+        pairs = zip(reference.KINDS, jnp.sqrt(self.squares), strict=True)
+        return {f"{kind}_norm": x for kind, x in pairs}
+
 
 # Always inside jit, even for eager calls: [Note: coefficients in optax's own expressions]. One
 # function for all optimizers: inject_hyperparams makes a new one for each eager call. Inlined in a
@@ -97,6 +105,7 @@ def tree_step(
     numbers: tuple[dict[str, Any], ...],
     schedules: tuple[dict[str, Any], ...],
     is_skipped: Any = None,
+    grad_factor: Any = None,
     *,
     mode: str,
     known: tuple[tuple[tuple[str, Any], ...], ...],
@@ -114,6 +123,7 @@ def tree_step(
       numbers: The learning rate, weight decay and array hyperparameters of each group.
       schedules: The schedules of each group, as ``schedules_now`` returns them.
       is_skipped: In mode "step", whether to change nothing; None: to step.
+      grad_factor: What gradients are multiplied by, float32; None: by nothing.
       mode: "step": returns new params. "update": returns optax's updates.
       known: The other hyperparameters, as items.
       rows: The coefficient row of each leaf: twice the number of its group, plus one if decay does
@@ -124,7 +134,7 @@ def tree_step(
     """
     trees.check_memory(grads=grads, opt_state=state, params=params)
     now: list[dict[str, Any]] = [
-        {k: functools.partial(_value, x) for k, x in group.items()} for group in schedules
+        {k: functools.partial(_fixed, x) for k, x in group.items()} for group in schedules
     ]
     hypers = [
         Hyperparameters(**dict(x), **y, **z) for x, y, z in zip(known, numbers, now, strict=True)
@@ -148,6 +158,7 @@ def tree_step(
     count = adam_state.count
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
     extras = dict(hypers=hypers, count=count, key=key, is_skipped=is_skipped, norms=norms)
+    extras["grad_factor"] = grad_factor
     new, squares = step_leaves(leaves, rows_by_leaf, mode=mode, **extras)
     steps = [count, *inner[1:]]
     next_steps = trees.keep_if(is_skipped, steps, _next_steps(steps))
@@ -162,10 +173,10 @@ def _next_steps(steps: list[Any]) -> list[Any]:
     return [optax.safe_increment(count), *map(advance_schedules, others)]
 
 
-def _value(schedule: Any, count: Any) -> Any:
+def _fixed(schedule: Any, count: Any) -> Any:
     """The value of a schedule, which has its own count."""
     del count
-    return schedule.value() if isinstance(schedule, TracedSchedule) else schedule
+    return value_of(schedule)
 
 
 def _check_quantized(
@@ -226,6 +237,7 @@ def step_leaves(
     key: Any,
     is_skipped: Any,
     norms: bool,
+    grad_factor: Any = None,
 ) -> tuple[list[TreeLeaf], Any]:
     """One kernel call per mix of dtypes and of axes of a ``jax.shard_map``, usually one.
 
@@ -250,6 +262,8 @@ def step_leaves(
         else:  # the leaf stays as it is
             new[i] = leaf if mode == "step" else leaf._replace(param=_no_update(leaf))
     scalars = Scalars.plain(coefficient_rows(hypers, count))
+    if grad_factor is not None:
+        scalars = scalars._replace(inv_scale=grad_factor)
     if is_skipped is not None:
         scalars = scalars._replace(found_inf=is_skipped)
     for (dtypes, group, _), indices in _chunks(calls, leaves):
@@ -257,6 +271,9 @@ def step_leaves(
         call_rows = tuple(rows[i] for i in indices)
         if group is not None:
             hyper, decays = hypers[group], [row % 2 == 0 for row in call_rows]
+            if grad_factor is not None:
+                grads = [(x.grad * grad_factor).astype(x.grad.dtype) for x in call_leaves]
+                call_leaves = [x._replace(grad=g) for x, g in zip(call_leaves, grads, strict=True)]
             # The derivative of a skipped step must be finite to be multiplied by zero.
             ones = jax.tree.map(jnp.ones_like, call_leaves)
             given = trees.keep_if(is_skipped, ones, call_leaves)

@@ -11,6 +11,7 @@ import optax
 
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.trees import Grads, OptState, Params
+from jdistadam.drop_in.effects import How
 from jdistadam.errors import PolicyError
 
 
@@ -27,7 +28,7 @@ class FullResult(NamedTuple):
     """The result of a ``FullStep``.
 
     Attributes:
-      params: New params.
+      params: New params, or in mode "update" updates.
       state: The new state.
       norms: The global norms "grad_norm", "param_norm" and "update_norm"; None if not requested.
     """
@@ -37,30 +38,8 @@ class FullResult(NamedTuple):
     norms: dict[str, jax.Array] | None
 
 
-class FullStep(Protocol):
-    """A step with what wrappers and ``step_with_norms`` need."""
-
-    def __call__(
-        self,
-        grads: Grads,
-        state: OptState,
-        params: Params,
-        extra_args: dict[str, Any],
-        /,
-        is_skipped: Any,
-        norms: bool,
-    ) -> FullResult:
-        """Takes one step.
-
-        Args:
-          grads: The gradients.
-          state: The state.
-          params: The params.
-          extra_args: Extra arguments of the transformations in a chain.
-          is_skipped: Whether to change nothing, a bool on the device. None: to step.
-          norms: Whether to return norms.
-        """
-
+FullStep = Callable[[Grads, Any, Params, dict[str, Any], How], FullResult]
+"""A step of (gradients, state, params, extra arguments of a chain's transformations, how)."""
 
 PARTS = (
     "For weight decay and learning rates, end the chain with jda.scale_by_adam, "
@@ -92,8 +71,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     step: StepFn
     full_step: FullStep | None = None
     """The step for wrappers; None if this optimizer has none."""
+    merges: bool = False
+    """Whether ``full_step`` takes everything in ``How``: what others do before and after it."""
+    is_direction: bool = False
+    """Whether its updates lack a learning rate, and decay may follow."""
     _of_another: str = ""
-    """Why a step of other transformations is taken, if it is."""
+    """Why its step does not count as fused, if there is another reason than its functions."""
     _made_of: tuple[Any, ...]
     algorithm: Algorithm | None = None
     """The algorithm of the optimizer; None if other functions wrap or replace it."""
@@ -126,7 +109,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         if not self.is_as_made:
             return "its functions were replaced"
         known = self.full_step is not None or hasattr(self, "config")
-        return "" if known else self._of_another or "its step is none of jdistadam's"
+        return self._of_another or ("" if known else "its step is none of jdistadam's")
 
     def step_with_updates(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -188,7 +171,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           {'grad_norm': 2.0, 'param_norm': 1.98, 'update_norm': 0.02}
         """
         step = full_step_of(self, "step_with_norms")
-        params, state, norms = step(grads, state, params, extra_args, is_skipped=None, norms=True)
+        params, state, norms = step(grads, state, params, extra_args, How(norms=True))
         assert norms is not None
         return params, state, norms
 
@@ -254,21 +237,22 @@ def step_of(full_step: FullStep) -> StepFn:
     def step(
         grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
-        new, state, _ = full_step(grads, state, params, extra_args, is_skipped=None, norms=False)
+        new, state, _ = full_step(grads, state, params, extra_args, How())
         return new, state
 
     return step
 
 
-def full_step_of(tx: Any, function: str) -> FullStep:
+def full_step_of(tx: Any, function: str, *, may_be_direction: bool = False) -> FullStep:
     """Returns the step of an optimizer for wrappers; raises PolicyError if it has none."""
     if isinstance(tx, FusedTransformation) and tx.full_step is not None and tx.is_as_made:
-        return tx.full_step
+        if tx.is_fused or (may_be_direction and tx.is_direction):
+            return tx.full_step
     got = type(tx).__name__
     cure = "Write jda.chain in place of optax.chain; wrap other optimizers with those of optax."
     if isinstance(tx, FusedTransformation):
         got += f": {tx.why_not_fused}" if tx.why_not_fused else ""
-        cure = "Wrap the optimizer before its functions are replaced." if tx.full_step else PARTS
+        cure = PARTS if tx.is_as_made else "Wrap the optimizer before its functions are replaced."
     if hasattr(tx, "config"):
         cure = (
             "A distributed optimizer has norms=, loss_scale= and norm_guard=, and train_step has "
@@ -279,6 +263,56 @@ def full_step_of(tx: Any, function: str) -> FullStep:
         "jda.fused_adamw, jda.chain, inject_hyperparams, MultiSteps or apply_if_finite returns. "
         f"{cure}"
     )
+
+
+def made_of(
+    init: Callable[[Params], OptState], full_step: FullStep, **attributes: Any
+) -> FusedTransformation:
+    """Returns the optimizer of a full step that takes everything in ``How``."""
+
+    def update(
+        grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
+        return full_step(grads, state, params, extra_args, How("update"))[:2]
+
+    tx = FusedTransformation(init, update, step_of(full_step))
+    tx.full_step, tx.merges = full_step, True
+    tx.__dict__.update(attributes)
+    return tx
+
+
+def with_state(
+    tx: FusedTransformation, outer: Callable[[Any], Any], inner: Callable[[Any], Any]
+) -> FusedTransformation:
+    """Returns the same optimizer with ``outer(state)`` as its state; ``inner`` is the inverse."""
+
+    def update(
+        grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+    ) -> tuple[Any, OptState]:
+        updates, new = tx.update(grads, inner(state), params, **extra_args)
+        return updates, outer(new)
+
+    def step(
+        grads: Grads, state: OptState, params: Params, **extra_args: Any
+    ) -> tuple[Params, OptState]:
+        params, new = tx.step(grads, inner(state), params, **extra_args)
+        return params, outer(new)
+
+    def full_step(grads: Grads, state: Any, params: Params, extra: Any, how: How) -> FullResult:
+        assert tx.full_step is not None
+        result = tx.full_step(grads, inner(state), params, extra, how)
+        return result._replace(state=outer(result.state))
+
+    new = FusedTransformation(lambda params: outer(tx.init(params)), update, step)
+    names = ("merges", "is_direction", "_of_another", "algorithm")
+    new.__dict__.update({name: getattr(tx, name) for name in names})
+    new.full_step = None if tx.full_step is None else full_step
+    return new
+
+
+def takes_all(tx: Any) -> bool:
+    """Returns whether a transformation has a step that takes everything in ``How``."""
+    return isinstance(tx, FusedTransformation) and tx.merges and tx.is_as_made
 
 
 def _difference(new: Any, old: Any) -> Any:

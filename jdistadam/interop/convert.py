@@ -220,7 +220,7 @@ def _numbers(tx: FusedTransformation, like: Params, step: int) -> OfLeaves:
             "expected what fused_adamw, fused_adam or jda.chain returned. "
             "For a distributed one use to_train_state and from_train_state."
         )
-    if tx.algorithm is None or not tx.is_as_made:
+    if tx.algorithm is None or tx.is_direction or not tx.is_as_made:
         return None
     return named_state.numbers_of_leaves(tx.algorithm.groups, like, step)
 

@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives
+from jdistadam.core.arguments import warn_caller
 from jdistadam.core.codecs import BlockCodes, is_codes
-from jdistadam.core.collectives import CalledPrimitive, make_primitive
+from jdistadam.core.collectives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import adam
@@ -49,8 +50,7 @@ def sharded_adam(
 
     Args:
       spec: As for ``adam``; nothing is flat.
-      scalars: The same on all devices. ``inv_scale`` and ``found_inf`` are the same for all members
-        too, and constants in a derivative.
+      scalars: The same on all devices.
       operands: The leaves.
       rounding: As for ``adam``, without positions.
       out_like: In mode "step_and_cast", arrays with the sharding that ``out`` takes, whose memory
@@ -146,7 +146,7 @@ def _sharding_of(moment: Any) -> Any:
 
 # The moment's sharding as Shardy sees it, for the gradients to take: shardings pass through it
 # forward only. The moment itself would draw a loop's carry of gradients to its own sharding.
-_sharding_of_p = make_primitive(
+_sharding_of_p = collectives.make_primitive(
     "jdistadam_sharding_of",
     lambda x: [x],
     lambda x: [x],
@@ -182,18 +182,43 @@ def _batched(
     rows, inv_scale, found_inf = leaves[:3]
     if with_squares:
         raise _no_norms(f"jax.vmap over {size}")
-    if dims[1] is not None or dims[2] is not None:
-        raise PolicyError(
-            "step: cannot be skipped for some members only: got jax.vmap over "
-            f"{size} of a step that a wrapper may skip, expected the same decision for all. "
-            "Use optax's own MultiSteps or apply_if_finite, whose update runs the kernel."
-        )
     if dims[0] is not None or Scalars(rows, inv_scale, found_inf).member_dims:
         rows = with_members(rows, dims[0])
     arrays = [with_members(*pair) for pair in zip(leaves[3:], dims[3:], strict=True)]
-    leaves = (rows, inv_scale, found_inf, *arrays)
-    results = jax.tree.leaves(sharded_adam(spec, *jax.tree.unflatten(treedef, leaves)))
+    scalars, operands, *others = jax.tree.unflatten(treedef, (rows, *leaves[1:3], *arrays))
+    grads = operands.grads
+    if dims[1] is not None:  # one call has one factor, and skips all members or none
+        scalars = scalars._replace(inv_scale=jnp.ones((), jnp.float32))
+        grads = [x.astype(jnp.float32) * _of_members(inv_scale, x) for x in grads]
+    if dims[2] is not None:
+        scalars = scalars._replace(found_inf=jnp.zeros((), jnp.bool_))
+        # The derivative of a skipped step must be finite to be multiplied by zero.
+        grads = [jnp.where(_of_members(found_inf, x), 1, x) for x in grads]
+    made = sharded_adam(spec, scalars, operands._replace(grads=tuple(grads)), *others)
+    if dims[2] is not None:
+        made = _unless_skipped(found_inf, made, operands._replace(out=others[-1]))
+    results = jax.tree.leaves(made)
     return results, [0] * len(results)
+
+
+def _of_members(values: jax.Array, x: Any) -> jax.Array:
+    """One value of each member for all elements of its part of an array."""
+    return values.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _unless_skipped(is_skipped: jax.Array, made: Results, old: Operands) -> Results:
+    """The results, or for members that skip the step the arrays that they replace."""
+    warn_caller(
+        f"step: skipped for some of {is_skipped.size} members of a jax.vmap only, so all members "
+        "are stepped, and selected afterwards, which reads and writes more. The kernel skips a "
+        "step if MultiSteps or apply_if_finite decides the same for all members."
+    )
+
+    def kept(kind: str) -> tuple[Any, ...]:
+        pairs = zip(getattr(old, kind), getattr(made, kind), strict=False)  # some have no results
+        return tuple(jnp.where(_of_members(is_skipped, x), x, y) for x, y in pairs)
+
+    return made._replace(**{kind: kept(kind) for kind in MADE})
 
 
 def _no_norms(got: str) -> PolicyError:

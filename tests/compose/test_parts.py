@@ -138,7 +138,6 @@ WHY_NOT = {
         jda.scale_by_adam(),
         optax.scale(jnp.ones(3)),
     ],
-    "which one may depend": lambda: [jda.scale_by_adam(), *[optax.scale_by_schedule(SCHEDULE)] * 2],
     "2 and later ones": lambda: [
         jda.scale_by_adam(),
         jda.add_decayed_weights(0.1),
@@ -147,6 +146,11 @@ WHY_NOT = {
     ],
     "1 and later ones": lambda: [jda.fused_adamw(0.1), optax.clip(1.0)],
     "1 and later ones follow": lambda: [jda.chain(jda.fused_adamw(0.1), optax.clip(1.0))],
+    "the step of transformation 1 cannot take": lambda: [
+        optax.clip(1.0),
+        jda.MultiSteps(jda.fused_adamw(0.1), 2),
+        optax.scale(0.5),
+    ],
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -309,7 +310,7 @@ def test_optimizers_without_a_fused_step_raise(cpu_mesh):
     replaced = jda.fused_adamw(1e-3)._replace(step=lambda g, s, p: (p, s))
     for tx, said in (
         (optax.adamw(1e-3), "Write jda.chain"),
-        (jda.chain(jda.fused_adamw(1e-3), optax.scale(0.5)), "jda.add_decayed_weights and what"),
+        (jda.chain(jda.fused_adamw(1e-3), optax.clip(0.5)), "jda.add_decayed_weights and what"),
         (replaced, "its functions were replaced"),
         (distributed, "accumulate_steps="),
     ):
@@ -406,11 +407,44 @@ def test_states_of_other_optimizers_raise():
             tx.step(params, inner.init(params), params)
 
 
-def test_one_decision_for_all_members():
-    """Shared counts work under vmap; a decision of each member's own raises."""
-    tx = jda.MultiSteps(jda.fused_adamw(**HYPER), 2)
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("main", [None, jnp.float32, "remainder16"], ids=str)
+def test_members_decide_for_themselves(main, jitted):
+    """Bits of separate calls where counts and non-finite gradients differ."""
+    inner = jda.fused_adamw(**HYPER, main_params_dtype=main)
+    tx = jda.apply_if_finite(jda.MultiSteps(inner, 2), 3)
     rng = np.random.default_rng(5)
-    params = {"w": jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)}
+    dtype = jnp.float32 if main is None else jnp.bfloat16
+    shapes = {"w": (3, 4, 5), "b": (3, 7)}
+    params = {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
     state = jax.vmap(tx.init)(params)
-    with pytest.raises(jda.PolicyError, match="same decision for all"):
-        jax.vmap(tx.step)(params, state, params)
+    first = jnp.asarray([0, 1, 0], jnp.int32)
+    state = state._replace(inner_state=state.inner_state._replace(mini_step=first))
+    member = lambda tree, i: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
+    alone = [(member(params, i), member(state, i)) for i in range(3)]
+    many, one = jax.vmap(tx.step), jax.jit(tx.step)
+    many = jax.jit(many) if jitted else many
+    for n in range(10):
+        grads = {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
+        if n % 3 == 1:
+            grads["b"] = grads["b"].at[n % 2, 0].set(jnp.nan)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "step: skipped for some of 3 members")
+            params, state = many(grads, state, params)
+        alone = [one(member(grads, i), s, p) for i, (p, s) in enumerate(alone)]
+        assert_trees_same_bits([(member(params, i), member(state, i)) for i in range(3)], alone)
+
+
+def test_derivatives_of_members_that_skip_are_finite():
+    tx = jda.apply_if_finite(jda.fused_adamw(**HYPER), 3)
+    params = {"w": jnp.ones((2, 3))}
+    state = jax.vmap(tx.init)(params)
+    grads = {"w": jnp.ones((2, 3)).at[0, 1].set(jnp.nan)}
+
+    def total(params):
+        return jnp.sum(jax.vmap(tx.step)(grads, state, params)[0]["w"])
+
+    with pytest.warns(UserWarning, match="skipped for some of 2"):
+        by_params = jax.grad(total)(params)["w"]
+    assert_trees_same_bits(by_params[0], jnp.ones(3))
+    assert np.allclose(by_params[1], 1 - HYPER["learning_rate"] * HYPER["weight_decay"])

@@ -199,7 +199,7 @@ WITHOUT_STEP = {
     "chain": optax.chain,
     "masked": lambda tx: optax.masked(tx, True),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "not last": lambda tx: jda.chain(tx, optax.scale(0.5)),
+    "not last": lambda tx: jda.chain(tx, optax.clip(0.5)),
     "optax's": lambda tx: jda.chain(optax.clip(1.0), optax.adamw(1e-3)),
 }
 
