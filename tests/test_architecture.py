@@ -218,7 +218,7 @@ def test_checks_of_pairs_are_few_and_in_contributing():
 
 MOST_IMPORTS = 25
 MORE = {  # where parts meet, and how many names of the package they may import
-    "__init__.py": 74,
+    "__init__.py": 75,
     "checkpoint/contents.py": 28,
     "distributed/checks.py": 33,
     "distributed/config.py": 26,
@@ -231,7 +231,7 @@ MORE = {  # where parts meet, and how many names of the package they may import
     "training/eval_step.py": 32,
     "training/optax_state.py": 34,
     "training/train_state.py": 30,
-    "training/train_step.py": 34,
+    "training/train_step.py": 35,
 }
 
 

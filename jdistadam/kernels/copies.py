@@ -155,7 +155,9 @@ def _lower_start(
     is_kept: bool,
 ) -> Any:
     aliases = _aliases(in_place, len(types))
-    lower = jax.ffi.ffi_lowering(target_name, has_side_effect=is_kept, operand_output_aliases=aliases)
+    lower = jax.ffi.ffi_lowering(
+        target_name, has_side_effect=is_kept, operand_output_aliases=aliases
+    )
     return lower(
         context,
         *operands,
@@ -180,7 +182,8 @@ start = make_primitive(
 )
 """Starts copies: of sources with ``rows``, to arrays of some ``types``, which a wait takes.
 
-``target_name`` is that of the call, as those of other calls; ``is_kept``: XLA must neither leave it out nor move it."""
+``target_name`` is that of the call, as other calls have; ``is_kept``: XLA must neither leave it out
+nor move it."""
 
 
 def attributes_of(groups: Groups) -> dict[str, Any]:

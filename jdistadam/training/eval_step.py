@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import collectives, trees
 from jdistadam.core.arguments import out_of_range
-from jdistadam.core.trees import Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.average import averaged_leaves
@@ -306,7 +305,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
     check_options(config, average)
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
 
-    def local(params: Params, ema: Any) -> Any:
+    def local(params: trees.Params, ema: Any) -> Any:
         leaves = averaged_leaves(config.parallel, layout, jax.tree.leaves(params), ema)
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -316,7 +315,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
     return jax.jit(averaged)(state.params, average.ema)
 
 
-def _gathered(schedule: Schedule | None, params: Params) -> Any:
+def _gathered(schedule: Schedule | None, params: trees.Params) -> Any:
     """Params as the forward pass gets them: rounded if a schedule is given."""
     return (
         params if schedule is None else round_to_comm_dtype(schedule, params, before_forward=True)

@@ -169,9 +169,7 @@ def short_wait():
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda f: f.__name__)
-def test_all_devices_name_the_one_that_failed_and_good_executions_follow(
-    mesh, planted, short_wait
-):
+def test_all_devices_name_the_one_that_failed_and_good_executions_follow(mesh, planted, short_wait):
     step = on_each(lambda x: gathered(mesh)(exchanged(mesh)(x).reshape(-1, x.shape[1])), mesh)
     x = draw(mesh)
     want = np.asarray(step(x))

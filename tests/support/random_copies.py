@@ -8,7 +8,6 @@ numpy, or those of XLA's collectives. Usage:
 """
 
 import faulthandler
-import functools
 import os
 import sys
 
@@ -38,6 +37,7 @@ if count > 1 and (why := processes.join("cpu").why_not):
     print(why, flush=True)
     os._exit(0)
 CALLS, ROWS = 12, 3
+PARAMS = {f"w{i}": np.full((16, 16), 0.1 * (i + 1), np.float32) for i in range(4)}
 first = processes.OF_PROCESSES if count > 1 else 0
 mesh = jax.make_mesh((N,), ("d",))
 groups = (tuple(first + device.id for device in mesh.devices.flat),)
@@ -126,8 +126,6 @@ def check(out, x, name):
 class Training:
     """An optimizer over copies, and its twin over XLA's collectives."""
 
-    PARAMS = {f"w{i}": np.full((16, 16), 0.1 * (i + 1), np.float32) for i in range(4)}
-
     def __init__(self, rate):
         def loss_fn(params, x):
             for w in params.values():
@@ -143,7 +141,7 @@ class Training:
                 communication=communication,
                 bucket_bytes=256,
             )
-            state = jda.TrainState.create(self.PARAMS, tx)
+            state = jda.TrainState.create(PARAMS, tx)
             return state, jda.train_step(loss_fn, tx), jda.eval_step(loss_fn, tx)
 
         self.twins = [made("peer"), made("xla")]
