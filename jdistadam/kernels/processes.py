@@ -117,8 +117,8 @@ def say_to_all(name: str, value: Any) -> dict[int, Any]:
         raise AgreementError(
             f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}: did not connect for "
             f"copies within {waits.wait_limit():g} s: got no word, expected the same call of "
-            "distributed in every process. Look into the log of that process: it has ended, or does something "
-            "else."
+            "distributed in every process. Look into the log of that process: it has ended, or "
+            "does something else."
         )
     return {int(process): said for process, said in found.items()}
 
