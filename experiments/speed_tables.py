@@ -1,4 +1,4 @@
-"""Tables of the records of bench_step.py, bench_kernel.py, bench_wrappers.py, largest_model.py."""
+"""Tables of the records of bench_step.py, bench_kernel.py, bench_one_gpu.py and others."""
 
 import json
 import pathlib
@@ -273,27 +273,31 @@ def processes() -> str:
     return markdown.table(("", "8 sequences, ms", "1 sequence, ms"), table)
 
 
-def wrappers() -> str:
-    """One line for each wrapper of bench_wrappers.json; a column for each way to call it."""
-    rows = {row["name"]: row for row in _results("bench_wrappers/h100/default")["rows"]}
-    ways = ("optax", "update", "step", "step_with_norms", "step, 16-bit gradients")
-    ways += ("step_with_norms, 16-bit gradients",)
-    names = {
-        "plain": "no wrapper",
-        "MultiSteps": "`MultiSteps`, every 4 calls",
-        "apply_if_finite": "`apply_if_finite`",
-        "norms": "three norms",
+def one_gpu() -> str:
+    """One line for each workload of bench_one_gpu.json; a column for each way to step."""
+    found = _results("bench_one_gpu/h100/default")["workloads"]
+    ways = {
+        "plain/step": "`step`",
+        "clip/step": "with a clip",
+        "norms/step_with_norms": "`step_with_norms`",
+        "MultiSteps/step": "`MultiSteps`",
+        "apply_if_finite/step": "`apply_if_finite`",
     }
     table = []
-    for group, name in names.items():
-        cells = {"optax": "", "update": "", "step": "", "16-bit": ""}
-        for way in ways:
-            if row := rows.get(f"{group}/{way}"):
-                column = next(x for x in ("16-bit", *cells) if x in way)
-                cells[column] = f"{row['ms']:.1f} ms, {row['temporary_bytes'] / 1e9:.1f} GB"
-        table.append((name, *(x or "-" for x in cells.values())))
-    columns = ("time, temporary memory", "`optax.adamw`", "`fused_adamw`, `update`", "`step`")
-    return markdown.table((*columns, "`step`, gradients in 16 bits"), table)
+    for workload, listed in found.items():
+        rows = {row["name"]: row for row in listed}
+        layers, sequences = workload.split("-")
+        cells = [
+            f"{rows[way]['ratio_to_optax']:.3f} ({rows[way]['least_ratio']:.3f} to "
+            f"{rows[way]['most_ratio']:.3f})"
+            if way in rows
+            else "-"
+            for way in ways
+        ]
+        ms = f"{rows['plain/optax']['ms']:.1f} ms"
+        plural = "" if sequences == "1" else "s"
+        table.append((f"{layers} layers, {sequences} sequence{plural}", ms, *cells))
+    return markdown.table(("time beside optax's", "`optax.adamw`", *ways.values()), table)
 
 
 STORAGES = {  # modifiers of rows of bench_step.py

@@ -166,7 +166,7 @@ TABLES = {
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
     "scanned": speed_tables.scanned,
-    "wrappers": speed_tables.wrappers,
+    "one_gpu": speed_tables.one_gpu,
     "host_steps": speed_tables.host_steps,
     "largest_model": speed_tables.largest_model,
     "plan_memory": plan_memory_table,

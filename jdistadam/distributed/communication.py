@@ -106,7 +106,7 @@ def choose_communication(
     if updates_early:
         reasons.insert(0, "updates during the backward pass")
     if not reasons:
-        reasons += _obstacles_of_devices(parallel.mesh, is_asked_for=requested == "peer")
+        reasons += _obstacles_of_devices(parallel, is_asked_for=requested == "peer")
     if not reasons and len({x.process_index for x in parallel.mesh.devices.flat}) > 1:
         why = _why_processes_are_apart(parallel, is_asked_for=requested == "peer")
         reasons += [why] if why else []
@@ -143,8 +143,9 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield f"no compiled kernels: {native.status(platform).detail}"
 
 
-def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
+def _obstacles_of_devices(parallel: DataParallel, *, is_asked_for: bool) -> Iterator[str]:
     """Why peer memory is not used on these devices; fewer reasons if it is requested."""
+    mesh, axes = parallel.mesh, parallel.shard_axes
     devices = list(mesh.devices.flat)
     if native.platform_of(devices[0].platform) != "cuda":
         if not is_asked_for:  # CPU devices share memory anyway: no gain
@@ -154,7 +155,11 @@ def _obstacles_of_devices(mesh: Any, *, is_asked_for: bool) -> Iterator[str]:
     elif not all(map(_is_here, devices)):
         if not is_asked_for:  # programs can be compiled for GPUs of another machine
             yield "devices that this process does not have"
-    elif why := why_gpus_are_apart(devices) or _why_links_fail(devices, is_asked_for):
+    elif why := (
+        why_gpus_are_apart(devices)
+        or _why_links_fail(devices, is_asked_for)
+        or _attempt(mesh, axes, _groups_along(mesh, axes))[0]
+    ):
         yield why
 
 

@@ -103,9 +103,9 @@ def attempt(mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups) -> t
             whole = jax.block_until_ready(copy(x))
             times.append(time.perf_counter() - begin)
         if any((np.asarray(x.data) != np.arange(*shape)).any() for x in whole.addressable_shards):
-            return "copies between processes bring other values", 0.0
+            return "copies between devices bring other values", 0.0
     except Exception as error:  # whatever it is: the others wait for word
-        return f"copies between processes fail: {error}", 0.0
+        return f"copies between devices fail: {error}", 0.0
     return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
 
 

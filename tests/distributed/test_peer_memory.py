@@ -386,7 +386,7 @@ def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
     monkeypatch.setattr(communication.copies, "gather", failing)
     with jax.set_mesh(cpu_mesh(4)):  # it has its own
         why, speed = communication._tried_copies(cpu_mesh(3), ("data",))
-    assert why == "copies between processes fail: broken" and speed == 0
+    assert why == "copies between devices fail: broken" and speed == 0
     assert not left  # other copies need the connections
     communication._TRIED.clear()
     said[1][0] = "no memory"
