@@ -91,12 +91,12 @@ struct CopyPiece {
 // Which start: equal on all devices that meet in it, different for all other starts.
 //
 //   group       which devices. Between processes negative: a hash of their numbers
-//   execution   XLA's run id: a hash of the compiled program, plus how often it has run. It is
-//   equal
-//               on all devices of a process. Other processes may have another hash, of the lines
+//   execution   XLA's run id: a hash of the compiled program, plus how often it has run; all
+//   devices
+//               of a process have the same. Other processes may have another hash, of the lines
 //               from which they traced the program. So GPUs of several processes, which run
 //               programs in order, count those that copy among each other, and compare how far
-//               their run ids are apart: it is one number for each program (CopyBoard::RunTogether)
+//               their run ids are apart: one number for each program (CopyBoard::RunTogether)
 //   call        the instruction of the program. In one process the address of its attributes, which
 //               is one for all devices, and differs where a compiler has inlined or unrolled what
 //               was traced once. Between processes its channel, which JAX counts in each program
@@ -413,6 +413,8 @@ class CopyBoard {
       if (job->num_posted == job->count()) jobs.push_back({job, me});
     }
     started_.clear();
+    failures_.erase(failures_.lower_bound({0, INT64_MIN}),
+                    failures_.end());  // their numbers return
     return jobs;
   }
 
@@ -440,7 +442,29 @@ class CopyBoard {
     int64_t execution, call, count;
   };
 
-  static constexpr size_t kMaxRuns = 64;            // more than any backend keeps in flight
+  // By group and place, and by the last run id of each program: how far theirs and mine are apart.
+  class Distances {
+   public:
+    // Whether it is as before, or the program is new.
+    bool Note(int64_t group, int place, int32_t run, int32_t apart) {
+      auto it = last_.upper_bound({group, place, run});
+      bool is_so = true;
+      if (it != last_.begin()) {
+        const auto [known_group, known_place, before] = (--it)->first;
+        const bool is_program =
+            known_group == group && known_place == place && int64_t{run} - before <= kMostBetween;
+        is_so = !is_program || it->second == apart;
+        if (is_program) last_.erase(it);
+      }
+      last_[{group, place, run}] = apart;
+      return is_so;
+    }
+
+   private:
+    std::map<std::tuple<int64_t, int, int32_t>, int32_t> last_;
+  };
+
+  static constexpr size_t kMaxRuns = 64;        // more than any backend keeps in flight
   static constexpr int64_t kMostBetween = 256;  // executions of a program that copy nothing
   static constexpr const char* kStopped = "Python has ended, or is about to";
   static constexpr const char* kLeft = "it left the program between start and wait";
@@ -521,24 +545,19 @@ class CopyBoard {
     }
   }
 
-  // Whether all processes run one program: each time it runs, their run ids are as far apart.
+  // Whether all processes run one program. Whenever it runs, their run ids are as far apart, until
+  // one of them compiles it again.
   bool RunTogether(const Job& job, std::string* why) {
     if (job.clique == nullptr) return true;
     int here = 0;
     while (!job.IsHere(here)) ++here;
     const auto mine = int32_t(job.posts[here].execution);
     for (int p = 0; p < job.count(); ++p) {
-      const auto apart = int32_t(uint32_t(job.posts[p].execution) - uint32_t(mine));
-      const auto [known, is_new] = apart_.insert({{job.name.group, p, mine}, apart});
-      if (!is_new && known->second == apart) continue;
-      const auto before = known == apart_.begin() ? known : std::prev(known);
-      const auto& [group, place, run] = before->first;
-      const bool has_run = group == job.name.group && place == p && run != mine &&
-                           int64_t(mine) - run < kMostBetween;
-      if (is_new && (!has_run || before->second == apart)) {
-        if (has_run) apart_.erase(before);
-        continue;
-      }
+      const auto theirs = int32_t(job.posts[p].execution);
+      const auto apart = int32_t(uint32_t(theirs) - uint32_t(mine));
+      const bool knows_mine = apart_from_mine_.Note(job.name.group, p, mine, apart);
+      const bool knows_theirs = apart_from_theirs_.Note(job.name.group, p, theirs, apart);
+      if (knows_mine || knows_theirs || job.IsHere(p)) continue;
       *why = "programs that are not those of " + job.NameOf(p) + ", or are run in another order";
       return false;
     }
@@ -577,8 +596,7 @@ class CopyBoard {
   std::map<CopyScope, Failure> failures_;
   std::map<std::pair<Device, int64_t>, std::deque<Visits>> visits_;
   std::map<Device, std::pair<int64_t, int64_t>> executions_;  // the last one, and their number
-  // By group, place and own run id of the last execution of a program: how far theirs is apart.
-  std::map<std::tuple<int64_t, int, int32_t>, int32_t> apart_;
+  Distances apart_from_mine_, apart_from_theirs_;
 };
 
 }  // namespace jdistadam
