@@ -275,6 +275,15 @@ class Gpu:
         self.process_index = process_index
 
 
+class Mesh:
+    """A mesh of them along "data"."""
+
+    axis_names = ("data",)
+
+    def __init__(self, devices):
+        self.devices, self.shape = np.asarray(devices), {"data": len(devices)}
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """Four GPUs of this process, of which number 2 and 3 do not reach each other."""
@@ -286,6 +295,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(communication.jax, "local_devices", lambda backend=None: found)
     monkeypatch.setattr(native, "reachable_peers", lambda: lambda a, b: a == b or a + b != 5)
     monkeypatch.setattr(native, "link_speed", lambda a, b: 340.2)
+    monkeypatch.setattr(communication, "_attempt", lambda mesh, axes, groups: ("", 340.2))
     monkeypatch.setattr(native, "status", lambda name: native.Status(True, ""))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     return found
@@ -293,10 +303,9 @@ def gpus(monkeypatch):
 
 def chosen(means, devices):
     """What a mesh of these devices gets."""
-    mesh = types.SimpleNamespace(devices=np.asarray(devices), axis_names=("data",))
     parallel = types.SimpleNamespace(
         strategy="optim",
-        mesh=mesh,
+        mesh=Mesh(devices),
         tensor_axes=(),
         shard_axes=("data",),
         size=lambda axes: len(devices),
@@ -318,6 +327,12 @@ def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
     assert chosen("peer", gpus[:2]).is_peer
     monkeypatch.setattr(communication.native, "link_speed", lambda a, b: -1 if b else 340.2)
     why = "copies from GPU 0 to 1 that bring other values"
+    assert chosen("auto", gpus[:2]).why_not_peer == why
+    with pytest.raises(jda.PolicyError, match=why):
+        chosen("peer", gpus[:2])
+    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: 340.2)
+    why = "copies between devices fail: broken"
+    monkeypatch.setattr(communication, "_attempt", lambda mesh, axes, groups: (why, 0.0))
     assert chosen("auto", gpus[:2]).why_not_peer == why
     with pytest.raises(jda.PolicyError, match=why):
         chosen("peer", gpus[:2])

@@ -33,7 +33,10 @@ if what == "comes late":
     jda.set_wait_limit(30 if is_other else 1)
     time.sleep(4 * is_other)
 if what == "cannot copy" and is_other:
-    copies.attempt = lambda *_: ("a planted reason", 0.0)
+    attempt = copies.attempt
+    # XLA for GPUs may compile a program in all of its processes together.
+    tried = attempt if platform == "gpu" else lambda *_: None
+    copies.attempt = lambda *args: (tried(*args), ("a planted reason", 0.0))[1]
 
 
 def optimizer(communication):
