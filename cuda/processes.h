@@ -5,7 +5,7 @@
 //
 //   memory   an allocation that posts will name, with a file descriptor if others cannot name it
 //   gone     an allocation that was released
-//   post     a device has started copies: to which arrays, and the events that they wait for
+//   post     a device has started copies: their name, its arrays, and the events that they wait for
 //   issued   a device has enqueued the copies that it sends, or has given up
 //   failed   the clique makes no more copies
 //   waited   all devices of the process have enqueued their waits: events may be recorded again
