@@ -17,6 +17,7 @@ KERNELS = {
     "driver.cc": ("adam", "quantized", "squares", "norm", "sum", "parts"),
     "copies.cc": (),
     "processes.cc": (),
+    "copies_cuda.cc": (),
 }
 FEW = ("--one-in", "13")  # of the many cases of Adam and of sums, which take most of the time
 """A prime, so that those chosen have every value of every loop."""
@@ -33,6 +34,7 @@ def build_cpu(path, *flags, main="driver.cc"):
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
+    flags = (*flags, f"-I{DRIVER / 'fake'}") if main == "copies_cuda.cc" else flags
     sources = [DRIVER / main, *(CUDA / f"{kernel}_cpu.cc" for kernel in KERNELS[main])]
     done, output = run([compiler, *HOST, *STRICT, *flags, *sources, "-o", path])
     if done.returncode and "cannot find -l" in output:
@@ -41,8 +43,8 @@ def build_cpu(path, *flags, main="driver.cc"):
     return path
 
 
-def run_to_success(*command):
-    done, output = run(command)
+def run_to_success(*command, **kwargs):
+    done, output = run(command, **kwargs)
     assert done.returncode == 0 and "SUCCESS" in output, output
 
 
@@ -78,16 +80,17 @@ def test_address_and_undefined_behaviour_sanitizers_are_clean_of_copies(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("main", ["copies.cc", "processes.cc"])
+@pytest.mark.parametrize("main", ["copies.cc", "processes.cc", "copies_cuda.cc"])
 def test_copies_have_no_data_race(tmp_path, main):
     """Of devices: executions that take turns, some that fail, leave or do not come, and the end.
 
     Of processes: starts on their way, others than those of other processes, deaths and messages
-    that are none.
+    that are none. Of GPUs: what their streams do, with threads in place of streams.
     """
     copies = build_with_sanitizer(tmp_path / "copies", "thread", main)
-    run_to_success(copies)
-    done, output = run([copies, "--plant"], env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"})
+    env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    run_to_success(copies, env=env)
+    done, output = run([copies, "--plant"], env=env)
     assert done.returncode != 0 and "data race" in output, output
 
 
