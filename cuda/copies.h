@@ -505,14 +505,13 @@ class CopyBoard {
     }
     post.execution = who.execution;
     job->posts[who.me] = std::move(post);
+    if (job->num_posted + 1 == who.count && !RunTogether(*job, why)) {
+      *why = Refuse(who, *why);  // as one that not all have started: nobody makes its copies
+      return nullptr;
+    }
     job->has_posted[who.me] = true;
     *is_last = ++job->num_posted == who.count;
     if (*is_last) gathering_.erase(name);
-    if (*is_last && !RunTogether(*job, why)) {
-      *why = Refuse(who, *why);
-      job->Fail(*why);
-      return nullptr;
-    }
     return job;
   }
 
@@ -533,8 +532,12 @@ class CopyBoard {
     const bool is_clique = scope.first < 0;
     if (is_clique && tell_failure && failures_.count(scope) == 0) tell_failure(scope.first, why);
     failures_.insert({scope, {why, {}}});
-    const auto oldest = failures_.lower_bound({0, INT64_MIN});  // those of cliques are for good
-    if (size_t(std::distance(oldest, failures_.end())) > kMaxRuns) failures_.erase(oldest);
+    auto other = failures_.lower_bound({0, INT64_MIN});  // those of cliques are for good
+    if (size_t(std::distance(other, failures_.end())) > kMaxRuns)
+      failures_.erase(other->first == scope ? std::next(other) : other);
+    for (auto& [of, runs] : visits_)  // another execution with its number begins anew
+      for (size_t i = 0; i < runs.size() && !is_clique; ++i)
+        if (runs[i].execution == scope.second) runs.erase(runs.begin() + ptrdiff_t(i--));
     for (auto it = gathering_.begin(); it != gathering_.end();) {
       if (it->second->scope == scope) {
         it->second->Fail(why);

@@ -176,12 +176,17 @@ inline void DrainCopies(CudaCopies::Job& job, int me) {
     if (error != cudaSuccess && error != cudaErrorCudartUnloading)
       EndProcess(me, cudaGetErrorString(error));
   }
+  const auto end = std::chrono::steady_clock::now() + grace;
+  const auto left = [&] {
+    const auto now = std::chrono::steady_clock::now();
+    return std::chrono::duration_cast<std::chrono::milliseconds>(end - std::min(now, end));
+  };
   for (int p = 0; p < job.count(); ++p) {
-    if (p == me || !job.WaitUntilSettled(p, grace)) continue;
+    if (p == me || !job.WaitUntilSettled(p, left())) continue;
     const CopyEvents& events = job.posts[p].extra;
     const auto any = events.opened.begin();
     const auto read = any == events.opened.end() ? events.read.get() : any->second.second;
-    if (read != nullptr) (void)Poll([&] { return is_over(read); }, grace);
+    if (read != nullptr) (void)Poll([&] { return is_over(read); }, left());
   }
   (void)cudaGetLastError();
 }

@@ -154,11 +154,12 @@ inline ffi::Error ProcessIsForked() {
 template <typename Context>
 auto CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStartAttributes a,
                       ffi::RunId run, int32_t ordinal, Context context) {
+  if (BoardOf(context, CopyVisitor{}).IsForked())
+    return IsOver(context, CopyVisitor{}, ProcessIsForked());
   const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
   const CopyVisitor who = group.Visitor(run.run_id, a.Call(), a.channel);
   a.devices = group.devices;
   auto& board = BoardOf(context, who);
-  if (board.IsForked()) return IsOver(context, who, ProcessIsForked());
   std::vector<CopyArray> arrays;
   ffi::Error error = ReadCopies(a, args, rets, who.me, &arrays);
   if (error.failure())
@@ -169,10 +170,10 @@ auto CopyStartHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyStar
 template <typename Context>
 ffi::Error CopyWaitHandler(ffi::RemainingArgs args, ffi::RemainingRets rets, CopyWaitAttributes a,
                            ffi::RunId run, int32_t ordinal, Context context) {
+  if (BoardOf(context, CopyVisitor{}).IsForked()) return ProcessIsForked();
   const CopyGroup group = FindGroup(context, a.devices, a.per_group, ordinal);
   const CopyVisitor who = group.Visitor(run.run_id, 0, 0);
   auto& board = BoardOf(context, who);
-  if (board.IsForked()) return ProcessIsForked();
   std::string why;
   ffi::Error error =
       rets.size() < 1 ? Invalid("a wait for copies needs targets") : CheckAliased(args, rets);

@@ -139,9 +139,11 @@ void CpuBackend::Launch(const CpuCopies::JobPointer& job) {
   }
 }
 
-// What writes the arrays of a device is in this process, and does not wait for others.
-static void DrainCopies(CpuCopies::Job& job, int me) {
-  job.WaitUntilSettled(me, std::chrono::hours(24));
+// What reads and writes the arrays of devices here is in this process, and does not wait for
+// others: it ends by itself.
+static void DrainCopies(CpuCopies::Job& job, int) {
+  for (int p = 0; p < job.count(); ++p)
+    if (job.IsHere(p)) job.WaitUntilSettled(p, std::chrono::hours(24));
 }
 
 static ffi::Future IsOver(ffi::ThreadPool&, const CopyVisitor&, ffi::Error error) {

@@ -4,6 +4,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
+#include <algorithm>
+
 #include "ffi_backend.h"
 
 namespace nb = nanobind;
@@ -16,8 +20,9 @@ NB_MODULE(JDISTADAM_MODULE, m) {
   m.attr("build_info") = JDISTADAM_BUILD_INFO;
   m.def("can_reach", &jdistadam::CanReach);
   m.def("link_speed", &jdistadam::LinkSpeed, nb::call_guard<nb::gil_scoped_release>());
-  m.def("set_wait_limit",
-        [](double seconds) { jdistadam::WaitLimitMs() = int64_t(seconds * 1000); });
+  m.def("set_wait_limit", [](double seconds) {
+    jdistadam::WaitLimitMs() = std::max<int64_t>(1, int64_t(seconds * 1000));
+  });
   m.def("stop_copies", &jdistadam::StopCopies, nb::call_guard<nb::gil_scoped_release>());
   m.def("abandon_copies", &jdistadam::AbandonCopies, nb::call_guard<nb::gil_scoped_release>());
   m.def("reaches_process", &jdistadam::ReachesProcess);

@@ -109,6 +109,7 @@ class CopyPeer {
     MessageWriter head;
     head.Put(uint32_t(body.size() + sizeof(kind))).Put(kind);
     const std::lock_guard<std::mutex> lock(sending_);
+    if (is_closed_) return false;
     to_send_.push_back({head.bytes + body, passed < 0 ? -1 : fcntl(passed, F_DUPFD_CLOEXEC, 0)});
     return FlushLocked();
   }
@@ -117,6 +118,18 @@ class CopyPeer {
   bool Flush() {
     const std::lock_guard<std::mutex> lock(sending_);
     return FlushLocked();
+  }
+
+  // Closes the socket, after what is left has been sent, if the other process takes it in time.
+  void Close() {
+    for (int i = 0; i < 100 && Flush(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    const std::lock_guard<std::mutex> lock(sending_);
+    for (const Outgoing& unsent : to_send_)
+      if (unsent.passed >= 0) close(unsent.passed);
+    to_send_.clear();
+    if (!is_closed_) close(fd_);
+    is_closed_ = true;
   }
 
   // Reads what has come, and calls handle(kind, reader) for each whole message, which returns why
@@ -150,7 +163,7 @@ class CopyPeer {
       const auto kind = reader.Get<CopyMessage>();
       refused = handle(kind, reader);
       if (refused.empty() && !reader.is_valid) refused = "a message of a wrong size";
-      if (!refused.empty()) return false;
+      if (!refused.empty() || !left.empty()) return false;
       first += sizeof size + size;
     }
     received_.erase(0, first);
@@ -202,6 +215,7 @@ class CopyPeer {
   }
 
   const int fd_;
+  bool is_closed_ = false;
   std::mutex sending_;
   std::deque<Outgoing> to_send_;
   std::string received_;
@@ -338,7 +352,7 @@ class CopyProcesses {
     }
     if (thread_.joinable()) thread_.join();
     for (std::thread& thread : waiting_) thread.join();  // for grace_seconds_ at most
-    for (const auto& [process, peer] : peers_) close(peer->fd());
+    for (const auto& [process, peer] : peers_) peer->Close();
   }
 
   Backend& backend() { return backend_; }

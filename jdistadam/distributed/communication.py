@@ -209,7 +209,7 @@ def _try_copies(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
     if why and is_first:  # others may wait for the copies of this process
         leave(platform, why)
     name = f"copies/{hashlib.sha256(repr(groups).encode()).hexdigest()}"
-    said = say_to_all(name, (why, speed)).values()
+    said = say_to_all(name, (why, speed), limits=2).values()  # others may wait for copies
     # Those that only heard of a failure say so, too.
     why = min((why for why, _ in said if why), key=len, default="")
     if why and is_first:

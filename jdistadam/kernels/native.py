@@ -72,7 +72,7 @@ def call(program: Callable[..., Any], *args: Any) -> Any:
     """
     try:
         return program(*args)
-    except Exception:
+    except jax.errors.JaxRuntimeError:
         for module in _LOADED:
             module.abandon_copies()
         raise

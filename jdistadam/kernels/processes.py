@@ -103,21 +103,23 @@ def _joined(platform: str) -> Joined:
     return Joined(hosts, "")
 
 
-def say_to_all(name: str, value: Any) -> dict[int, Any]:
+def say_to_all(name: str, value: Any, limits: int = 1) -> dict[int, Any]:
     """Returns the value of every process; all call this with a name for one value of each.
+
+    It waits as long as ``limits`` waits of another process may take.
 
     Raises:
       AgreementError: A process says nothing.
     """
     store = compat.KeyValueStore(compat.coordination_client(), f"jdistadam/processes/{name}")
     store.put(str(jax.process_index()), value)
-    found = store.take_all(map(str, range(jax.process_count())), waits.wait_limit())
+    found = store.take_all(map(str, range(jax.process_count())), limits * waits.wait_limit())
     missing = [process for process, said in found.items() if said is None]
     if missing:
         raise AgreementError(
             f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}: did not connect for "
-            f"copies within {waits.wait_limit():g} s: got no word, expected the same call of "
-            "distributed in every process. Look into the log of that process: it has ended, or "
+            f"copies within {limits * waits.wait_limit():g} s: got no word, expected the same call "
+            "of distributed in every process. Look into the log of that process: it has ended, or "
             "does something else."
         )
     return {int(process): said for process, said in found.items()}

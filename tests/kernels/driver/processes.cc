@@ -122,15 +122,16 @@ class Device {
   std::string Wait(std::vector<char>* target) {
     std::string why;
     const auto job = process_.backend().board().Finish(who_, target->data(), &why);
-    if (job == nullptr) return why;
+    if (job == nullptr) return Leave(why);
     why = job->WaitUntilIssued();
     if (why.empty()) process_.HasWaited(job);
-    return why.empty() ? why : Leave(why);
+    return why.empty() ? why : Leave(why, job);
   }
 
-  std::string Leave(std::string why) {
-    for (const auto& job : process_.backend().board().Leave(who_, nullptr, &why))
-      job->WaitUntilSettled(place_, seconds(60));
+  // Returns when nothing writes its arrays any more, which must be soon.
+  std::string Leave(std::string why, const Board::JobPointer& waiting = nullptr) {
+    for (const auto& job : process_.backend().board().Leave(who_, waiting, &why))
+      Expect(job->WaitUntilSettled(place_, seconds(20)), "copies that nobody makes");
     return why;
   }
 
