@@ -143,13 +143,16 @@ def test_kernels_know_neither_xla_nor_python():
 def test_the_driver_of_the_kernels_knows_only_them():
     """It is with the tests, and runs what stands below the FFI handlers."""
     folder = TESTS / "kernels" / "driver"
-    mine = {path.name: path.read_text() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    mine = {path.relative_to(folder).as_posix(): path.read_text() for path in files}
     assert set(mine) == {
         "arithmetic.cu",
         "copies.cc",
+        "copies_cuda.cc",
         "driver.cc",
         "driver_memory.h",
         "expect.h",
+        "fake/cuda_runtime.h",
         "processes.cc",
     }
     for name, text in mine.items():
