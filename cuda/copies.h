@@ -34,8 +34,10 @@
 // one's own program, after an error of one's own, may lose a write: that window is left. Other
 // devices miss the device at their next copies.
 //
-// Every wait on the host ends after WaitLimit, with an error that names who was missing; or, if
-// copies may still write memory that would be released, with the end of the process.
+// A wait on the host for another device ends after WaitLimit, with an error that names who was
+// missing; or, if copies may still write memory that would be released, with the end of the
+// process. Nothing ends the wait of a GPU for that of another process that lives (processes.h: one
+// that died).
 #pragma once
 
 #include <unistd.h>

@@ -6,7 +6,7 @@
 //   memory   an allocation that posts will name, with a file descriptor if others cannot name it
 //   gone     an allocation that was released
 //   post     a device has started copies: their name, its arrays, and the events that they wait for
-//   issued   a device has enqueued the copies that it sends, or has given up
+//   issued   a device has enqueued the copies into its arrays, or has given up
 //   failed   the clique makes no more copies
 //   waited   all devices of the process have enqueued their waits: events may be recorded again
 //   bye      the process copies no more, and why

@@ -24,9 +24,10 @@ _FOLLOWERS = list[Callable[[float], None]]()
 def set_wait_limit(seconds: float) -> None:
     """Sets how long this process waits for a device or another process before it raises.
 
-    It holds for all waits on the host, also in compiled programs and under way: for copies between
-    devices, for processes that connect, and for calls that all processes make (six times as long
-    before evaluations and saves). Raise it for a debugger, or where one process compiles longer.
+    It holds for copies between devices, also in compiled programs and under way, for processes that
+    connect, and for calls that all processes make (six times as long before evaluations and saves).
+    Raise it for a debugger, or where one process compiles longer. It does not end a GPU's own wait
+    for the GPU of another process, nor waits inside JAX.
 
     Args:
       seconds: More than 0, at most a week. At first the environment variable
