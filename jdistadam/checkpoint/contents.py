@@ -25,16 +25,13 @@ from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.guards import GUARDS, DynamicLossScale
 from jdistadam.core.storage import main_codec_of
-from jdistadam.distributed import host_memory
 from jdistadam.distributed.flat_arrays import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
-from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import AgreementError, DtypeError, TreeError
 from jdistadam.kernels.sharded_codes import encoded
+from jdistadam.training.admission import admit_to_save
 from jdistadam.training.agreement import check_agreement, later_limit
-from jdistadam.training.remembered import is_known
-from jdistadam.training.train_state import TrainState, check_params_follow, placed
 
 EXTRA = "extra"  # begins the names of an extra tree
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -46,19 +43,12 @@ def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
 
     Raises TreeError or LayoutError for a state that cannot be saved, or not with this ``tx``.
     """
-    host_memory.check_memory(getattr(tx, "config", None), state=state)
     fields = parts.fields_of(state)
     adam, flat = parts.adam_of(fields["opt_state"]), None
+    params, opt_state = admit_to_save(state, fields["params"], fields["opt_state"], tx)
+    fields |= {"params": params, "opt_state": opt_state}
     if is_distributed_state(adam):
-        check_distributed(tx)
-        whole = TrainState(fields["params"], fields["opt_state"])
-        tx.check_state(whole.opt_state, whole.params)
-        if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(whole)):
-            whole = placed(whole, tx)  # a copy, of numpy arrays too
-        if not (isinstance(state, TrainState) and is_known(state, jax.tree.leaves(state.params))):
-            check_params_follow(whole, tx)
-        fields |= {"params": whole.params, "opt_state": whole.opt_state}
-        flat = FlatAdam(whole.params, parts.adam_of(whole.opt_state), tx)
+        flat = FlatAdam(params, parts.adam_of(opt_state), tx)
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
     kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
     main = max(kinds, key=lambda x: x.name, default=NOTHING)  # a tree has them in one kind

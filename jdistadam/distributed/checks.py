@@ -310,7 +310,7 @@ def check_layout_of(
     path: str = "opt_state.layout_digest",
     *,
     digest: bytes | None = None,
-) -> None:
+) -> bytes:
     """Raises LayoutError if a state has another layout; reads its digest on the host.
 
     Args:
@@ -318,14 +318,17 @@ def check_layout_of(
       expected: The text of the expected layout.
       path: The name in errors: the state, or the params that do not fit it.
       digest: The bytes of its digest, if known: then the array is not read.
+
+    Returns:
+      The bytes of the digest of the expected layout.
     """
     check_digest_type(state.layout_digest)
-    if isinstance(state.layout_digest, jax.core.Tracer):
-        return
-    got = np.asarray(state.layout_digest).tobytes() if digest is None else digest
     wanted = digest_of(expected).tobytes()
+    if isinstance(state.layout_digest, jax.core.Tracer):
+        return wanted
+    got = np.asarray(state.layout_digest).tobytes() if digest is None else digest
     if got == wanted:
-        return
+        return wanted
     text, of_params = known_text(got), path == "params"
     if text is not None:
         pair = (expected, text) if of_params else (text, expected)

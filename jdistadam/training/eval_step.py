@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives
 from jdistadam.core.arguments import out_of_range
-from jdistadam.distributed import host_memory
+from jdistadam.core.trees import Params
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.average import averaged_leaves
-from jdistadam.distributed.checks import check_alive, check_options
+from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.layout_text import differs
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
@@ -26,12 +26,11 @@ from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
-from jdistadam.training.agreement import agree, agree_again, texts_of
+from jdistadam.training.admission import Gate, check_layout
 from jdistadam.training.local_gradients import Forward, mean_loss
 from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import over_devices, rows_spec
-from jdistadam.training.placement import is_placed, shard_batch
-from jdistadam.training.train_state import TrainState, check_layout, check_train_state, checked
+from jdistadam.training.train_state import TrainState
 from jdistadam.training.train_step import check_program, options_for
 
 
@@ -86,11 +85,9 @@ class EvalStep:
     def __init__(
         self, program: EvalProgram, batch_spec: Any, compiler_options: dict[str, Any]
     ) -> None:
-        self._program, self._given_spec = program, batch_spec
-        self._given_options = compiler_options
-        self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
-        self._has_agreed = False
+        self._program, self._given_options = program, compiler_options
         self.tx = program.tx
+        self._gate = Gate(program, batch_spec, self._lower, donates=False)
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
@@ -126,30 +123,23 @@ class EvalStep:
           LayoutError: The state has another layout.
           MeshError: The state is sharded over another mesh, in host memory, or was donated.
         """
-        check_train_state(state)
-        host_memory.check_memory(self.tx.config, state=state)
         if not isinstance(params, str) or params not in ("params", "ema"):
             got = params if isinstance(params, str) else type(params).__name__
             raise out_of_range("params", got, '"params" or "ema"')
         if params == "ema":
             state = dataclasses.replace(state, params=_rounded_average(state, self.tx))
-        if not is_placed(batch, self._batch_sharding):
-            batch = shard_batch(batch, self.tx, self._given_spec)
-        optimizer_state = find_state(state.opt_state)
-        if trees.is_traced((state, batch)):
-            check_layout(state, self.tx)
-            return jax.jit(self._program)(state, batch)  # whole, also if nothing else is jitted
-        check_alive(optimizer_state, state)
-        state, _ = checked(state, optimizer_state, self.tx)
-        state = dataclasses.replace(state, opt_state=None)
-        if self._has_agreed:
-            agree_again("eval_step", self.tx.config)
-        else:
-            facts = functools.partial(texts_of, self._program.arguments)
-            lower = functools.partial(self._jitted.lower, state, batch)
-            agree("eval_step", self.tx.config, state.params, facts, lower, batch)
-            self._has_agreed = True
-        return native.call(self._jitted, state, batch)
+        admitted = self._gate.admit(state, batch)
+        if admitted.digest is None:  # whole, also if nothing else is jitted
+            return jax.jit(self._program)(admitted.state, admitted.batch)
+        return native.call(self._jitted, _without_optimizer(admitted.state), admitted.batch)
+
+    def _lower(self, state: TrainState, batch: Any) -> Any:
+        return self._jitted.lower(_without_optimizer(state), batch)
+
+
+def _without_optimizer(state: TrainState) -> TrainState:
+    """The state as the program gets it if its layout was compared."""
+    return dataclasses.replace(state, opt_state=None)
 
 
 def eval_step(
@@ -305,7 +295,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
     check_options(config, average)
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
 
-    def local(params: trees.Params, ema: Any) -> Any:
+    def local(params: Params, ema: Any) -> Any:
         leaves = averaged_leaves(config.parallel, layout, jax.tree.leaves(params), ema)
         return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -315,7 +305,7 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
     return jax.jit(averaged)(state.params, average.ema)
 
 
-def _gathered(schedule: Schedule | None, params: trees.Params) -> Any:
+def _gathered(schedule: Schedule | None, params: Params) -> Any:
     """Params as the forward pass gets them: rounded if a schedule is given."""
     return (
         params if schedule is None else round_to_comm_dtype(schedule, params, before_forward=True)

@@ -30,6 +30,7 @@ from jdistadam.distributed.state import (
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
+from jdistadam.training.admission import check_layout
 from jdistadam.training.eval_step import ema_params
 from jdistadam.training.extra_state import (
     ExtraState,
@@ -41,7 +42,7 @@ from jdistadam.training.extra_state import (
 )
 from jdistadam.training.placement import copy_of, copy_to, fetch
 from jdistadam.training.remembered import remember_params
-from jdistadam.training.train_state import TrainState, check_layout
+from jdistadam.training.train_state import TrainState
 
 
 def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[Any, Any, ExtraState]:

@@ -8,6 +8,7 @@ layout and its other arrays; no array is there twice.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,29 @@ import jax
 from jdistadam.distributed.transformation import DistributedTransformation
 
 _KNOWN, _RETURNED = "_params_made_with", "_returned"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """A tree with cached leaves: a call looks at them repeatedly, and flattens it once."""
+
+    leaves: list[Any]
+    treedef: Any = dataclasses.field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, tree: Any) -> Leaves:
+        """Flattens a tree."""
+        return cls(*jax.tree.flatten(tree))
+
+    @property
+    def tree(self) -> Any:
+        """The tree."""
+        return self.treedef.unflatten(self.leaves)
+
+    def is_same(self, other: Leaves) -> bool:
+        """Whether two trees contain the very same arrays under the same paths."""
+        return bool(self.treedef == other.treedef) and _are_same(self.leaves, other.leaves)
 
 
 class Returned(NamedTuple):
@@ -33,60 +57,55 @@ class Returned(NamedTuple):
     digest: bytes
 
 
-def remember_params(state: Any, leaves: Sequence[Any] | None = None) -> Any:
+class Memory(NamedTuple):
+    """What a state remembers, if it still contains the same arrays.
+
+    Attributes:
+      params: Its params.
+      has_params: Whether these are the arrays with which it was made: the rounded main parameters.
+        Paths must match too: under others they belong to another layout.
+      arrays: The arrays of the step result from which it was made; empty if it was made otherwise.
+      tx: The optimizer of the step that returned its other arrays; None: they are not a step's.
+      digest: The digest of their layout, or None.
+    """
+
+    params: Leaves
+    has_params: bool
+    arrays: tuple[Any, ...] = ()
+    tx: DistributedTransformation | None = None
+    digest: bytes | None = None
+
+    @classmethod
+    def of(cls, state: Any) -> Memory:
+        """The memory of a train state."""
+        params, known = Leaves.of(state.params), state.__dict__.get(_KNOWN)
+        has_params = known is not None and params.is_same(known)
+        found: Returned | None = state.__dict__.get(_RETURNED)
+        if found is None:
+            return cls(params, has_params)
+        arrays = (*(known.leaves if known else ()), *found.others)
+        if not _are_same(_others(state), found.others):
+            return cls(params, has_params, arrays)
+        return cls(params, has_params, arrays, found.tx, found.digest)
+
+
+def remember_params(state: Any, params: Leaves | None = None) -> Any:
     """Records that the params of a state are its rounded main parameters; returns the state.
 
     Args:
       state: The state.
-      leaves: The leaves of its params, if known.
+      params: Its params, if they are already flattened.
     """
-    leaves = jax.tree.leaves(state.params) if leaves is None else leaves
-    object.__setattr__(state, _KNOWN, (tuple(leaves), jax.tree.structure(state.params)))
+    object.__setattr__(state, _KNOWN, Leaves.of(state.params) if params is None else params)
     return state
 
 
-def remember_returned(state: Any, tx: DistributedTransformation, digest: bytes) -> Any:
-    """Records that a step returned all arrays of a state but its params; returns the state."""
+def remember_returned(
+    state: Any, params: Leaves, tx: DistributedTransformation, digest: bytes
+) -> Any:
+    """Records that a step returned all arrays of a state; returns the state."""
     object.__setattr__(state, _RETURNED, Returned(tuple(_others(state)), tx, digest))
-    return state
-
-
-def returned(state: Any) -> Returned | None:
-    """What a state that a step returned remembers; None for other states."""
-    found: Returned | None = state.__dict__.get(_RETURNED)
-    return found if found is not None and same_arrays(_others(state), found.others) else None
-
-
-def _others(state: Any) -> list[Any]:
-    return jax.tree.leaves((state.opt_state, state.model_state, state.rng))
-
-
-def same_arrays(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences contain the very same arrays."""
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
-
-
-def same_params(params: Any, others: Any) -> bool:
-    """Whether two trees contain the very same arrays under the same paths."""
-    mine: Any = jax.tree.structure(params)
-    theirs: Any = jax.tree.structure(others)
-    return bool(mine == theirs) and same_arrays(jax.tree.leaves(params), jax.tree.leaves(others))
-
-
-def is_known(state: Any, leaves: Sequence[Any], treedef: Any = None) -> bool:
-    """Whether the params, with these leaves, are the arrays with which the state was made.
-
-    Paths must match too: under others they belong to another layout.
-    """
-    arrays, structure = state.__dict__.get(_KNOWN, (None, None))
-    treedef = jax.tree.structure(state.params) if treedef is None else treedef
-    return arrays is not None and treedef == structure and same_arrays(leaves, arrays)
-
-
-def returned_arrays(state: Any) -> tuple[Any, ...]:
-    """Returns the arrays of the step result from which this state was made, if any."""
-    found: Returned | None = state.__dict__.get(_RETURNED)
-    return () if found is None else (*state.__dict__.get(_KNOWN, ((), None))[0], *found.others)
+    return remember_params(state, params)
 
 
 def keep_memory(state: Any, new: Any) -> None:
@@ -94,3 +113,12 @@ def keep_memory(state: Any, new: Any) -> None:
     if _KNOWN in state.__dict__:
         object.__setattr__(new, _KNOWN, state.__dict__[_KNOWN])
         object.__setattr__(new, _RETURNED, state.__dict__.get(_RETURNED))
+
+
+def _others(state: Any) -> list[Any]:
+    return jax.tree.leaves((state.opt_state, state.model_state, state.rng))
+
+
+def _are_same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences contain the very same arrays."""
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
 from jdistadam.distributed.norms import names_of
-from jdistadam.distributed.state import (
-    DistributedState,
-    StepResult,
-    find_state,
-    is_distributed_state,
-)
+from jdistadam.distributed.state import DistributedState, StepResult, find_state
 from jdistadam.distributed.step import check_not_transformed
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.distributed.verdict import poisoned
-from jdistadam.errors import HyperparameterError
-from jdistadam.training.checks import check_structure
 from jdistadam.training.early_updates import with_early_updates
 from jdistadam.training.local_gradients import Forward, LocalResult, local_gradients, mean_loss
 from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.partitioned import over_devices, rows_spec
-from jdistadam.training.remembered import is_known, remember_params
+from jdistadam.training.remembered import Leaves
 from jdistadam.training.train_state import TrainState
 
 _LAG = 4  # windows, while gradients are summed over devices: up to 134 MB in bfloat16
@@ -69,7 +58,6 @@ class StepProgram:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step."""
         tx = self.tx.bind(state.params)
-        check_structure(state.opt_state, tx)  # that of a traced state was not checked before
         check_not_transformed("train_step", (state, batch))  # before loss_fn is
         specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
         return over_devices(
@@ -165,78 +153,12 @@ def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
     return jax.tree.map(mean, model_state)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Leaves:
-    """A tree with cached leaves: a call looks at them repeatedly, and flattens it once."""
-
-    leaves: list[Any]
-    treedef: Any = dataclasses.field(metadata=dict(static=True))
-
-
 def flattened(step: Any) -> Any:
-    """A step of a train state whose params are flattened in arguments and results."""
+    """A step of a train state whose params are ``Leaves`` in arguments and results."""
 
     def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
-        treedef = state.params.treedef
-        whole = treedef.unflatten(state.params.leaves)
-        new, metrics = step(dataclasses.replace(state, params=whole), batch)
-        params = Leaves(jax.tree.leaves(new.params), treedef)
+        new, metrics = step(dataclasses.replace(state, params=state.params.tree), batch)
+        params = Leaves(jax.tree.leaves(new.params), state.params.treedef)
         return dataclasses.replace(new, params=params), metrics
 
     return train_step
-
-
-_INJECTED = optax.InjectStatefulHyperparamsState  # the state of ``inject_hyperparams``
-
-
-def with_numbers_as_arrays(state: TrainState, mesh: Mesh, returned: Sequence[Any]) -> TrainState:
-    """Returns a state whose hyperparameters are replicated arrays: the same state if they are.
-
-    A Python number, or an array on one device, is an argument of another type than the one that the
-    step returned, and would compile the step again. An array that a user set is copied: a step
-    donates its arrays, and the user may set this one again.
-
-    Args:
-      state: A train state. Its params stay the same arrays, so that a step recognizes them.
-      mesh: The mesh.
-      returned: The arrays of the state that a step returned, which need no copy.
-
-    Raises:
-      HyperparameterError: A hyperparameter is not one number.
-    """
-    # The first test is free, and enough for most states.
-    if is_distributed_state(state.opt_state) or not trees.parts_of(state.opt_state, _INJECTED):
-        return state
-    replicated, known = NamedSharding(mesh, P()), {id(x) for x in returned}
-
-    def as_array(name: str, x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and id(x) not in known and not isinstance(x, jax.core.Tracer):
-            x = jnp.copy(x)
-        return _as_array(name, x, replicated)
-
-    def as_arrays(part: Any) -> Any:
-        if not isinstance(part, _INJECTED):
-            return part
-        items = part.hyperparams.items()
-        return part._replace(hyperparams={k: as_array(k, x) for k, x in items})
-
-    is_part = lambda x: isinstance(x, (_INJECTED, DistributedState))  # noqa: E731
-    opt_state = jax.tree.map(as_arrays, state.opt_state, is_leaf=is_part)
-    new = dataclasses.replace(state, opt_state=opt_state)
-    leaves = jax.tree.leaves(state.params)
-    return remember_params(new, leaves) if is_known(state, leaves) else new
-
-
-def _as_array(name: str, x: Any, replicated: NamedSharding) -> jax.Array:
-    if isinstance(x, jax.Array) and x.shape == () and x.sharding == replicated:
-        return x
-    is_number = trees.is_number(x) and not isinstance(x, bool) and np.shape(x) == ()
-    real = (np.integer, np.floating)
-    if not is_number or not any(jnp.issubdtype(jnp.result_type(x), kind) for kind in real):
-        raise HyperparameterError(
-            f"opt_state.hyperparams[{name!r}]: not one real number: got {x!r}, expected a scalar. "
-            "Set a Python number or an array of shape ()."
-        )
-    keeps_dtype = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, np.floating)
-    return jax.device_put(x if keeps_dtype else np.float32(x), replicated)

@@ -15,26 +15,16 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.precision import float_dtype
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed.average import is_average, with_new_ema
-from jdistadam.distributed.checks import (
-    check_alive,
-    check_layout_of,
-    check_placement,
-)
-from jdistadam.distributed.main_params import paths_that_differ, with_main_params
-from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
+from jdistadam.distributed.average import with_new_ema
+from jdistadam.distributed.checks import check_alive, check_layout_of
+from jdistadam.distributed.main_params import with_main_params
+from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.errors import LayoutError, TreeError
+from jdistadam.errors import TreeError
 from jdistadam.training.agreement import agree, values_of
-from jdistadam.training.checks import check_created, check_structure
-from jdistadam.training.placement import brought, copy_to
-from jdistadam.training.remembered import (
-    is_known,
-    keep_memory,
-    remember_params,
-    returned,
-    same_params,
-)
+from jdistadam.training.checks import check_created
+from jdistadam.training.placement import copy_to
+from jdistadam.training.remembered import Leaves, keep_memory, remember_params
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +99,7 @@ class TrainState:
         new = dataclasses.replace(self, **changes)
         if tx is not None:
             return reload_main_params(new, tx)
-        if "params" in changes and not same_params(self.params, new.params):
+        if "params" in changes and not Leaves.of(self.params).is_same(Leaves.of(new.params)):
             raise TreeError(
                 "params: the optimizer would continue from its own main parameters, and these "
                 "would be lost: "
@@ -211,7 +201,7 @@ class TrainState:
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             state,
-            _places(state, tx),
+            places_of(state, tx),
         )
 
 
@@ -281,53 +271,12 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
 
 
-def placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
-    """Returns a state placed as the optimizer needs it; copies the arrays that moved.
-
-    For states restored without shardings, or made for another strategy of the same layout.
-    """
-    return brought(state, jax.tree.leaves(_places(state, tx)))
-
-
-def _places(state: TrainState, tx: DistributedTransformation) -> TrainState:
-    """The shardings of a state's arrays."""
+def places_of(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """Returns the shardings of a state's arrays, or of its shapes."""
     everywhere: Any = NamedSharding(tx.config.mesh, P())
     each = TrainState(everywhere, tx.state_shardings(), everywhere, everywhere)
     places: TrainState = jax.tree.broadcast(each, state)
     return dataclasses.replace(places, params=tx.param_shardings(state.params))
-
-
-def replicated_extras(state: TrainState, tx: DistributedTransformation) -> TrainState:
-    """Returns a state with ``model_state`` and ``rng`` on every device; the rest unchanged."""
-    extras = (state.model_state, state.rng)
-    places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
-    model_state, rng = brought(extras, places, exactly=False)
-    return dataclasses.replace(state, model_state=model_state, rng=rng)
-
-
-def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
-    """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
-
-    Also raises if they are the moving average. Compares values, for states of unknown origin.
-    """
-    layout, specs = tx.layout(state.params), tx.param_specs(state.params)
-    given = tx.config, layout, specs, state.params, state.opt_state
-    if is_average(*given):
-        raise LayoutError(
-            "params: equal to the moving average, rounded: they would be trained in place of those "
-            "of the last step: got params that were put into the state, expected those that "
-            "train_step returned. Only evaluate a state with averaged parameters, and train the "
-            "state that train_step returned; to train the average call reload_main_params(state, "
-            "tx)."
-        )
-    if paths := paths_that_differ(*given):
-        more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
-        raise LayoutError(
-            f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
-            "they would be lost: got params that were put into the state, "
-            "expected the main parameters of opt_state, rounded. "
-            "Call reload_main_params(state, tx) to continue from these params."
-        )
 
 
 def check_train_state(state: Any) -> None:
@@ -338,39 +287,3 @@ def check_train_state(state: Any) -> None:
             "expected jdistadam.TrainState. Make it with TrainState.create(params, tx); "
             "restore a checkpoint into TrainState.shapes(params, tx)."
         )
-
-
-def check_layout(state: TrainState, tx: DistributedTransformation) -> None:
-    """Raises unless ``state`` is a TrainState of the layout of ``tx``; on the host.
-
-    If a step returned the state, its digest is known, and this does not wait for the arrays.
-    """
-    check_distributed(tx)
-    check_train_state(state)
-    found = returned(state)
-    if found is None:
-        return tx.check_state(state.opt_state, state.params)
-    text = tx.config.layout_text(tx.layout(state.params))
-    check_alive(find_state(state.opt_state))
-    check_layout_of(find_state(state.opt_state), text, digest=found.digest)
-
-
-def checked(
-    state: TrainState, optimizer_state: DistributedState, tx: DistributedTransformation
-) -> tuple[TrainState, bytes]:
-    """Returns a state with its arrays placed as an optimizer needs them; raises if it does not fit.
-
-    Args:
-      state: A train state.
-      optimizer_state: The optimizer state in it.
-      tx: The optimizer.
-
-    Returns:
-      The state, and the digest of its layout.
-    """
-    check_placement(tx.config, optimizer_state)
-    check_structure(state.opt_state, tx)
-    check_layout(state, tx)
-    digest = tx.config.layout_digest(tx.layout(state.params)).tobytes()
-    is_placed = is_known(state, jax.tree.leaves(state.params))
-    return (replicated_extras if is_placed else placed)(state, tx), digest

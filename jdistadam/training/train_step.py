@@ -22,40 +22,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, check_flag
-from jdistadam.distributed import host_memory
-from jdistadam.distributed.checks import check_alive
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import MERGED_BYTES
-from jdistadam.distributed.state import find_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError
 from jdistadam.kernels import native
-from jdistadam.training.agreement import agree, texts_of
+from jdistadam.training.admission import Gate
 from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import check_model_axes
-from jdistadam.training.placement import apart, check_batch_spec, is_placed, shard_batch, type_of
-from jdistadam.training.remembered import (
-    is_known,
-    remember_params,
-    remember_returned,
-    returned,
-    returned_arrays,
-)
-from jdistadam.training.step_program import (
-    Leaves,
-    StepOptions,
-    StepProgram,
-    flattened,
-    with_numbers_as_arrays,
-)
-from jdistadam.training.train_state import (
-    TrainState,
-    check_params_follow,
-    check_train_state,
-    checked,
-)
+from jdistadam.training.placement import check_batch_spec
+from jdistadam.training.step_program import StepOptions, StepProgram, flattened
+from jdistadam.training.train_state import TrainState
 
 _MERGED = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": MERGED_BYTES,
@@ -133,12 +111,10 @@ class TrainStep:
     """
 
     def __init__(self, program: StepProgram, compiler_options: dict[str, Any]) -> None:
-        self._step, self._given_options = program, compiler_options
-        self._types: set[Any] = set()  # of arrays of states: a batch of another type shares none
-        self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
-        self._has_warned = self._has_agreed = False
+        self._step, self._given_options, self._has_warned = program, compiler_options, False
         self.tx = program.tx
         self.options = program.options
+        self._gate = Gate(program, program.options.batch_spec, self.lower, donates=True)
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
@@ -178,42 +154,13 @@ class TrainStep:
           LayoutError: The state has another layout, or its params were changed.
           MeshError: The state is sharded over another mesh, or in host memory.
         """
-        check_train_state(state)
-        if not is_placed(batch, self._batch_sharding):
-            batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        optimizer_state = find_state(state.opt_state)
-        leaves, treedef = jax.tree.flatten(state.params)
-        has_known_params, known = is_known(state, leaves, treedef), returned(state)
-        is_ours = has_known_params and known is not None and known.tx is self.tx
-        if not is_ours:
-            host_memory.check_memory(self.tx.config, state=state)
-        if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
-            self.tx.bind(state.params)
+        admitted = self._gate.admit(state, batch)
+        if admitted.digest is None:
             self._warn_of_lost_options()
-            return self._step(state, batch)
-        check_alive(optimizer_state, None if is_ours else state)
-        if not self._has_agreed:
-            facts = functools.partial(texts_of, self._step.arguments)
-            lower = functools.partial(self.lower, state, batch)
-            agree("train_step", self.tx.config, state.params, facts, lower, batch)
-            self._has_agreed = True
-        apart_already = returned_arrays(state)
-        state = with_numbers_as_arrays(state, self.tx.config.mesh, apart_already)
-        if known is not None and is_ours:
-            digest = known.digest
-        else:
-            state, digest = checked(state, optimizer_state, self.tx)
-            if not has_known_params:
-                check_params_follow(state, self.tx)
-            state = apart(state, returned=apart_already)
-            self._types.update(map(type_of, jax.tree.leaves(state)))
-            leaves = jax.tree.leaves(state.params)
-        batch = self._apart(batch, state)
-        flat = dataclasses.replace(state, params=Leaves(leaves, treedef))
-        new, metrics = native.call(self._jitted, flat, batch)
-        leaves = new.params.leaves
-        new = dataclasses.replace(new, params=jax.tree.unflatten(treedef, leaves))
-        return remember_returned(remember_params(new, leaves), self.tx, digest), metrics
+            return self._step(admitted.state, admitted.batch)
+        flat = dataclasses.replace(admitted.state, params=admitted.params)
+        new, metrics = native.call(self._jitted, flat, admitted.batch)
+        return self._gate.returned(new, admitted), metrics
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that contains it."""
@@ -227,13 +174,6 @@ class TrainStep:
                 stacklevel=3,
             )
 
-    def _apart(self, batch: Any, state: TrainState) -> Any:
-        """Returns a batch that shares no donated memory with the state; copies if needed."""
-        types = set(map(type_of, jax.tree.leaves(batch)))
-        if self._types.isdisjoint(types):
-            return batch
-        return apart(batch, (x for x in jax.tree.leaves(state) if type_of(x) in types))
-
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
 
@@ -244,10 +184,7 @@ class TrainStep:
         Returns:
           The lowered program, a ``jax.stages.Lowered``.
         """
-        check_train_state(state)
-        if not trees.parts_of(batch, jax.ShapeDtypeStruct):
-            batch = shard_batch(batch, self.tx, self.options.batch_spec)
-        self.tx.bind(state.params)  # compiler_options may depend on them
+        batch = self._gate.admit_types(state, batch)
         return self._jitted_as_called.lower(state, batch)
 
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.training.train_state import check_params_follow
+from jdistadam.training.admission import check_params_follow
 from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
 from support.samples import often

@@ -390,7 +390,7 @@ def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
 
     assert native.status("cpu").available
     said = {1: ["", 1e-6]}
-    monkeypatch.setattr(communication, "say_to_all", lambda name, found: said | {0: found})
+    monkeypatch.setattr(communication, "say_to_all", lambda name, found, limits: said | {0: found})
     monkeypatch.setattr(communication, "_TRIED", {})
     monkeypatch.setattr(communication, "leave", lambda platform, why: left.append(why))
     left = []

@@ -1,0 +1,311 @@
+"""The gate: all that is asked of a train state before a program runs, in one order.
+
+==================================================================  =====  ====  ====  ======
+Question                                                            train  eval  save  export
+==================================================================  =====  ====  ====  ======
+1.  Is it a train state?                                            x      x           x
+2.  Did a step return these very arrays? Then skip 3, 5 to 7, 9.    x      x           7
+3.  Is it in the memory that ``state_memory`` says?                 x      x     x
+4.  Is it traced? The program compares the digest while it runs.    x      x
+5.  Has it values, which were given to no other step?               x      x     x     x
+6.  Is it on this mesh, with the parts of this optimizer?           x      x
+7.  Has it the layout of this optimizer?                            x      x     x     x
+8.  Do all processes call the same program?                         x      x
+9.  Do its params follow its main parameters?                       x            x
+10. Does it hold an array twice, or share one with the batch?       x
+==================================================================  =====  ====  ====  ======
+
+The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
+there is missing in 8, and the others name it. From 9 on, programs run that need all processes.
+Arrays in other places are copied after 7. ``reload_main_params`` asks 1, 5 and 7 itself, because
+the params that it gets need not follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdistadam.core import trees
+from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed import host_memory
+from jdistadam.distributed.average import is_average
+from jdistadam.distributed.checks import check_alive, check_layout_of, check_placement
+from jdistadam.distributed.main_params import paths_that_differ
+from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
+from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.errors import HyperparameterError, LayoutError
+from jdistadam.training.agreement import agree, agree_again, texts_of
+from jdistadam.training.checks import check_structure
+from jdistadam.training.placement import apart, brought, is_placed, shard_batch, type_of
+from jdistadam.training.remembered import Leaves, Memory, remember_returned
+from jdistadam.training.train_state import TrainState, check_train_state, places_of
+
+
+class Admitted(NamedTuple):
+    """What a program takes.
+
+    Attributes:
+      state: The state: its arrays are placed, and can be donated if the program donates.
+      batch: The batch, on the mesh.
+      params: The params of the state, flattened.
+      digest: The digest of the layout; None: the state or the batch is traced.
+    """
+
+    state: TrainState
+    batch: Any
+    params: Leaves
+    digest: bytes | None
+
+
+class Program(Protocol):
+    """What the gate must know of the program of a step."""
+
+    __name__: str
+
+    @property
+    def tx(self) -> DistributedTransformation:
+        """The optimizer."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its arguments besides the loss and the optimizer, by name."""
+
+    @property
+    def batch_spec(self) -> P:
+        """PartitionSpec of the batch."""
+
+
+class Gate:
+    """Admits states and batches to one program.
+
+    Args:
+      program: The program.
+      given_spec: The argument ``batch_spec``; None: the default.
+      lower: Lowers the program for a state and a batch, so that processes can compare it.
+      donates: Whether the program donates the state.
+    """
+
+    def __init__(
+        self, program: Program, given_spec: Any, lower: Callable[..., Any], *, donates: bool
+    ) -> None:
+        self._program, self._tx, self._given_spec = program, program.tx, given_spec
+        self._lower, self._donates = lower, donates
+        self._batch_sharding = NamedSharding(program.tx.config.mesh, program.batch_spec)
+        self._has_agreed = False
+        self._types: set[Any] = set()  # of arrays of states: a batch of another type shares none
+
+    def admit(self, state: TrainState, batch: Any) -> Admitted:
+        """Asks all questions of a state, and places the batch."""
+        check_train_state(state)
+        batch, memory, tx = self._placed(batch), Memory.of(state), self._tx
+        is_ours = memory.has_params and memory.tx is tx
+        if not is_ours:
+            host_memory.check_memory(tx.config, state=state)
+        if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
+            self.check_types(state)
+            return Admitted(state, batch, memory.params, None)
+        check_alive(find_state(state.opt_state), None if is_ours else state)
+        digest, params = memory.digest, memory.params
+        if not is_ours:
+            check_placement(tx.config, find_state(state.opt_state))
+            check_structure(state.opt_state, tx)
+            digest = check_layout(state, tx)
+            if self._donates:
+                state = with_numbers_as_arrays(state, tx.config.mesh, memory.arrays)
+            state = _placed(state, tx, is_all=not memory.has_params)
+        self._agree(state, batch)
+        if self._donates and not is_ours:
+            state = self._donatable(state, memory)
+            params = Leaves.of(state.params)
+        if self._donates:
+            batch = self._apart(batch, state)
+        return Admitted(state, batch, params, digest)
+
+    def admit_types(self, state: Any, batch: Any) -> Any:
+        """Asks what shapes can be asked; returns the batch, which is placed unless it is shapes."""
+        check_train_state(state)
+        self.check_types(state)
+        return batch if trees.parts_of(batch, jax.ShapeDtypeStruct) else self._placed(batch)
+
+    def check_types(self, state: TrainState) -> None:
+        """Asks what a traced state can be asked; also records ``layers`` for compiler options."""
+        check_structure(state.opt_state, self._tx)
+        self._tx.bind(state.params)
+
+    def returned(self, state: TrainState, admitted: Admitted) -> TrainState:
+        """Returns a step's result, whose params are ``Leaves``; the next call recognizes it."""
+        assert admitted.digest is not None
+        params: Any = state.params
+        new = dataclasses.replace(state, params=params.tree)
+        return remember_returned(new, params, self._tx, admitted.digest)
+
+    def _placed(self, batch: Any) -> Any:
+        if is_placed(batch, self._batch_sharding):
+            return batch
+        return shard_batch(batch, self._tx, self._given_spec)
+
+    def _agree(self, state: TrainState, batch: Any) -> None:
+        """Compares the first call in all processes; before later evaluations, waits for them."""
+        call, config = self._program.__name__, self._tx.config
+        if not self._has_agreed:
+            facts = functools.partial(texts_of, self._program.arguments)
+            lower = functools.partial(self._lower, state, batch)
+            agree(call, config, state.params, facts, lower, batch)
+            self._has_agreed = True
+        elif not self._donates:
+            agree_again(call, config)
+
+    def _donatable(self, state: TrainState, memory: Memory) -> TrainState:
+        """Returns a state that can be donated: its params follow, and no array is there twice."""
+        if not memory.has_params:
+            check_params_follow(state, self._tx)
+        state = apart(state, returned=memory.arrays)
+        self._types.update(map(type_of, jax.tree.leaves(state)))
+        return state
+
+    def _apart(self, batch: Any, state: TrainState) -> Any:
+        """Returns a batch that shares no donated memory with the state; copies if needed."""
+        types = set(map(type_of, jax.tree.leaves(batch)))
+        if self._types.isdisjoint(types):
+            return batch
+        return apart(batch, (x for x in jax.tree.leaves(state) if type_of(x) in types))
+
+
+def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
+    """Raises unless ``state`` is a TrainState of the layout of ``tx``, on the host.
+
+    If a step returned the state, its digest is known, and this does not wait for the arrays.
+
+    Returns:
+      The digest of the layout.
+    """
+    check_distributed(tx)
+    check_train_state(state)
+    sharded = find_state(state.opt_state)
+    check_alive(sharded)
+    text = tx.config.layout_text(tx.layout(state.params))
+    return check_layout_of(sharded, text, digest=Memory.of(state).digest)
+
+
+def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> tuple[Any, Any]:
+    """Returns params and optimizer state of a state that can be saved: their arrays, placed.
+
+    Args:
+      state: The state: a TrainState, or another tree with both.
+      params: Its params.
+      opt_state: Its optimizer state; not that of a distributed optimizer: it is not asked.
+      tx: The distributed optimizer, or None.
+    """
+    host_memory.check_memory(getattr(tx, "config", None), state=state)
+    if not trees.parts_of(opt_state, DistributedState):
+        return params, opt_state
+    check_distributed(tx)
+    whole = TrainState(params, opt_state)
+    check_layout(whole, tx)
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(whole)):
+        whole = _placed(whole, tx, is_all=True)  # a copy, of numpy arrays too
+    if not (isinstance(state, TrainState) and Memory.of(state).has_params):
+        check_params_follow(whole, tx)
+    return whole.params, whole.opt_state
+
+
+def _placed(state: TrainState, tx: DistributedTransformation, *, is_all: bool) -> TrainState:
+    """Returns a state placed as the optimizer needs it; copies the arrays that moved.
+
+    ``is_all``: not only model state and random key. For states restored without shardings, or made
+    for another strategy of the same layout.
+    """
+    if is_all:
+        return brought(state, jax.tree.leaves(places_of(state, tx)))
+    extras = (state.model_state, state.rng)
+    places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
+    model_state, rng = brought(extras, places, exactly=False)
+    return dataclasses.replace(state, model_state=model_state, rng=rng)
+
+
+def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
+    """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
+
+    Also raises if they are the moving average. Compares values, for states of unknown origin.
+    """
+    layout, specs = tx.layout(state.params), tx.param_specs(state.params)
+    given = tx.config, layout, specs, state.params, state.opt_state
+    if is_average(*given):
+        raise LayoutError(
+            "params: equal to the moving average, rounded: they would be trained in place of those "
+            "of the last step: got params that were put into the state, expected those that "
+            "train_step returned. Only evaluate a state with averaged parameters, and train the "
+            "state that train_step returned; to train the average call reload_main_params(state, "
+            "tx)."
+        )
+    if paths := paths_that_differ(*given):
+        more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
+        raise LayoutError(
+            f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
+            "they would be lost: got params that were put into the state, "
+            "expected the main parameters of opt_state, rounded. "
+            "Call reload_main_params(state, tx) to continue from these params."
+        )
+
+
+_INJECTED = optax.InjectStatefulHyperparamsState  # the state of ``inject_hyperparams``
+
+
+def with_numbers_as_arrays(state: TrainState, mesh: Mesh, returned: Sequence[Any]) -> TrainState:
+    """Returns a state whose hyperparameters are replicated arrays: the same state if they are.
+
+    A Python number, or an array on one device, is an argument of another type than the one that the
+    step returned, and would compile the step again. An array that a user set is copied: a step
+    donates its arrays, and the user may set this one again.
+
+    Args:
+      state: A train state. Its params stay the same arrays.
+      mesh: The mesh.
+      returned: The arrays of the state that a step returned, which need no copy.
+
+    Raises:
+      HyperparameterError: A hyperparameter is not one number.
+    """
+    # The first test is free, and enough for most states.
+    if is_distributed_state(state.opt_state) or not trees.parts_of(state.opt_state, _INJECTED):
+        return state
+    replicated, known = NamedSharding(mesh, P()), {id(x) for x in returned}
+
+    def as_array(name: str, x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and id(x) not in known and not isinstance(x, jax.core.Tracer):
+            x = jnp.copy(x)
+        return _as_array(name, x, replicated)
+
+    def as_arrays(part: Any) -> Any:
+        if not isinstance(part, _INJECTED):
+            return part
+        items = part.hyperparams.items()
+        return part._replace(hyperparams={k: as_array(k, x) for k, x in items})
+
+    is_part = lambda x: isinstance(x, (_INJECTED, DistributedState))  # noqa: E731
+    opt_state = jax.tree.map(as_arrays, state.opt_state, is_leaf=is_part)
+    return dataclasses.replace(state, opt_state=opt_state)
+
+
+def _as_array(name: str, x: Any, replicated: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and x.shape == () and x.sharding == replicated:
+        return x
+    is_number = trees.is_number(x) and not isinstance(x, bool) and np.shape(x) == ()
+    real = (np.integer, np.floating)
+    if not is_number or not any(jnp.issubdtype(jnp.result_type(x), kind) for kind in real):
+        raise HyperparameterError(
+            f"opt_state.hyperparams[{name!r}]: not one real number: got {x!r}, expected a scalar. "
+            "Set a Python number or an array of shape ()."
+        )
+    keeps_dtype = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, np.floating)
+    return jax.device_put(x if keeps_dtype else np.float32(x), replicated)
