@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, trees
-from jdistadam.core.codecs import FLOAT32, Codec
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import calls, flat_arrays, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import DistributedState, find_state, map_state
+from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.distributed.store import Store
 
 
@@ -172,77 +170,3 @@ def averaged_leaves(
         for i, leaf in packing.leaves_of_bucket(layout, bucket, whole):
             leaves[i] = leaf
     return leaves
-
-
-# Parameters may be the rounded average by chance, while they have hardly moved. But rounding to 16
-# bits changes an average by a quarter of the spacing of these numbers, in the mean, and another
-# parameter's remainder by a third: by 2^-10 of its magnitude or more. An average that differs by
-# half of this from the exact parameters, and rounds to the same numbers everywhere, is no chance.
-_CHANCE = 2.0**-11
-
-
-def is_average(
-    config: DistributedConfig, layout: Layout, specs: Any, params: Params, opt_state: OptState
-) -> bool:
-    """Returns whether all params are the rounded average, put in place of those of the last step.
-
-    Main parameters in float32 tell by themselves, see ``paths_that_differ``; remainders do not.
-    Nothing tells of float32 params without main parameters: an average may have begun with them.
-
-    Args:
-      config: The configuration.
-      layout: The layout of the params.
-      specs: PartitionSpecs of the params.
-      opt_state: The state, or that of a chain.
-      params: Tree of global params.
-    """
-    state = find_state(opt_state)
-    if state.ema is None or not any(map(_rounds_average, layout.buckets)):
-        return False
-    kinds = config.parallel, config.policy.main_params
-    compare = _average_comparison(*kinds, layout.buckets, tuple(jax.tree.leaves(specs)))
-    others, moved, size = compare(jax.tree.leaves(params), state.main_params, state.ema)
-    return not int(others) and float(moved) > _CHANCE * float(size)
-
-
-def _rounds_average(bucket: Bucket) -> bool:
-    """Whether params that are the average differ from it, by a rounding or a remainder."""
-    return bucket.has_main or bucket.dtype != jnp.float32
-
-
-@functools.lru_cache(maxsize=64)
-def _average_comparison(
-    parallel: DataParallel, kind: Codec, buckets: tuple[Bucket, ...], specs: tuple[P, ...]
-) -> Any:
-    """The program of ``is_average``, compiled once for a layout."""
-    compare = compat.shard_map(
-        functools.partial(_is_average_local, parallel, kind, buckets),
-        mesh=parallel.mesh,
-        in_specs=(list(specs), parallel.state_spec, parallel.state_spec),
-        out_specs=P(),
-    )
-    return jax.jit(compare)
-
-
-def _is_average_local(
-    parallel: DataParallel,
-    kind: Codec,
-    buckets: Sequence[Bucket],
-    leaves: Sequence[Any],
-    main: Any,
-    ema: Any,
-) -> tuple[jax.Array, ...]:
-    """How many elements are not the rounded average; how far exact ones are from it; its size."""
-    found = []
-    for bucket in buckets:
-        have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
-        average, exact = flat_arrays.shard_in(ema, bucket), have
-        if bucket.has_main:
-            kept = flat_arrays.shard_in(main, bucket)
-            exact = kind.join(have, kept, jnp)
-        others = jnp.sum(have != average.astype(bucket.dtype)).astype(jnp.float32)
-        moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
-        size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
-        found.append(jnp.stack([others, moved, size]))
-    axes = parallel.data_axes + parallel.tensor_axes
-    return tuple(collectives.all_reduce(jnp.sum(jnp.stack(found), axis=0), axes))

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives
+from jdistadam.core.codecs import Codec
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory, packing
-from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import find_state, map_state
+from jdistadam.distributed.state import DistributedState, map_state
 
 
 def main_shard(
@@ -124,66 +125,106 @@ def sent_dtypes(schedule: Schedule) -> list[Any]:
     return found
 
 
-def paths_that_differ(
-    config: DistributedConfig, layout: Layout, specs: Any, params: Params, opt_state: OptState
-) -> list[str]:
-    """Returns the paths of params that are not the rounded main parameters of the state.
+# Parameters may be the rounded average by chance, while they have hardly moved. But rounding to 16
+# bits changes an average by a quarter of the spacing of these numbers, in the mean, and another
+# parameter's remainder by a third: by 2^-10 of its magnitude or more. An average that differs by
+# half of this from the exact parameters, and rounds to the same numbers everywhere, is no chance.
+_CHANCE = 2.0**-11
 
-    Each device compares the shard that matches its main parameters; nothing is gathered. Leaves
-    that share a bucket are named together. Remainders are not compared: there the parameters are
-    one half of the main parameters themselves.
+
+def compared_with_main(
+    config: DistributedConfig, layout: Layout, params: Params, state: DistributedState
+) -> tuple[list[str], bool]:
+    """Returns the paths of params that differ from main parameters; whether all are the average.
+
+    Each device compares the shard that matches its state; nothing is gathered. Leaves that share a
+    bucket are named together. A remainder is the other half of its parameter, and matches every
+    value. There the average tells, if there is one: it is in place of the params of the last step
+    if these are equal to it, rounded, and their exact values are not. Nothing tells of float32
+    params without main parameters: an average may have begun with them.
 
     Args:
       config: The configuration.
       layout: The layout of the params.
-      specs: PartitionSpecs of the params.
       params: Tree of global params.
-      opt_state: The state, or that of a chain.
+      state: The state.
     """
-    main = find_state(opt_state).main_params
-    if main is None or not layout.main_size or config.policy.main_params.is_remainder:
-        return []
-    leaves = jax.tree.leaves(params)
-    buckets = tuple(bucket for bucket in layout.buckets if bucket.has_main)
-    compare = _comparison(
-        config.parallel, config.policy.param_comm_dtype, buckets, tuple(jax.tree.leaves(specs))
-    )
-    differ = np.asarray(compare(leaves, main))
-    return [
-        layout.leaves[i].path
-        for bucket, found in zip(buckets, differ.tolist(), strict=True)
-        for i in bucket.leaves
-        if found
-    ]
+    kind = config.policy.main_params
+    tells = state.main_params is not None and not kind.is_remainder
+    compared = [bucket for bucket in layout.buckets if bucket.has_main and tells]
+    has_average = state.ema is not None and any(map(_rounds_average, layout.buckets))
+    if not (compared or has_average):
+        return [], False
+    given = config.parallel, kind, config.policy.param_comm_dtype, layout.buckets
+    specs = tuple(jax.tree.leaves(global_specs(config, layout, params)))
+    compare = _comparison(*given, specs, bool(compared), has_average)
+    found = compare(jax.tree.leaves(params), state.main_params, state.ema)
+    found = jax.tree.map(lambda x: np.asarray(x).tolist(), found)
+    pairs = zip(compared, found["differ"], strict=True) if compared else ()
+    paths = [layout.leaves[i].path for bucket, differs in pairs for i in bucket.leaves if differs]
+    others, moved, size = found["average"] if has_average else (1, 0, 0)
+    return paths, not others and moved > _CHANCE * size
+
+
+def _rounds_average(bucket: Bucket) -> bool:
+    """Whether params that are the average differ from it, by a rounding or a remainder."""
+    return bucket.has_main or bucket.dtype != jnp.float32
 
 
 @functools.lru_cache(maxsize=64)
 def _comparison(
-    parallel: DataParallel, sent: Any, buckets: tuple[Bucket, ...], specs: tuple[P, ...]
+    parallel: DataParallel,
+    kind: Codec,
+    sent: Any,
+    buckets: tuple[Bucket, ...],
+    specs: tuple[P, ...],
+    with_main: bool,
+    with_average: bool,
 ) -> Any:
-    """The program of ``paths_that_differ``, compiled once for a layout."""
-    compare = compat.shard_map(
-        functools.partial(_differ_local, parallel, sent, buckets),
-        mesh=parallel.mesh,
-        in_specs=(list(specs), parallel.state_spec),
-        out_specs=P(),
-    )
-    return jax.jit(compare)
+    """The program of ``compared_with_main``, compiled once for a layout.
 
-
-def _differ_local(
-    parallel: DataParallel, sent: Any, buckets: Sequence[Bucket], leaves: Sequence[Any], main: Any
-) -> jax.Array:
-    """For each bucket with main parameters, whether any device's shard of the params differs."""
-    found = []
-    for bucket in buckets:
-        kept = flat_arrays.shard_in(main, bucket)
-        rounded = kept.astype(bucket.dtype)
-        have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
-        equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))
-        if sent is not None:  # as received; not so before the first step
-            arrived = collectives.round_to(rounded, sent)
-            equal |= have == arrived.astype(bucket.dtype)
-        found.append(~jnp.all(equal))
+    For each bucket with main parameters it returns whether any device's shard differs; and three
+    numbers for the average: how many elements are not the rounded average, the sum of the distances
+    of exact values from the average, and the sum of the magnitudes of the average.
+    """
     axes = parallel.data_axes + parallel.tensor_axes
-    return collectives.all_reduce(jnp.stack(found).astype(jnp.int32), axes) > 0
+
+    def local(leaves: list[Any], main: Any, ema: Any) -> dict[str, jax.Array]:
+        differ, numbers = [], []
+        for bucket in buckets:
+            have = packing.state_shard(parallel, bucket, leaves, bucket.dtype)
+            kept = flat_arrays.shard_in(main, bucket) if bucket.has_main else None
+            if with_main and kept is not None:
+                differ.append(_differs(have, kept, sent))
+            if with_average:
+                exact = have if kept is None else kind.join(have, kept, jnp)
+                average = flat_arrays.shard_in(ema, bucket)
+                numbers.append(_beside_average(bucket, have, exact, average))
+        found = dict[str, jax.Array]()
+        if with_main:
+            found["differ"] = collectives.all_reduce(jnp.stack(differ).astype(jnp.int32), axes) > 0
+        if with_average:
+            found["average"] = collectives.all_reduce(jnp.sum(jnp.stack(numbers), axis=0), axes)
+        return found
+
+    flat = parallel.state_spec
+    in_specs = (list(specs), flat, flat)
+    return jax.jit(compat.shard_map(local, mesh=parallel.mesh, in_specs=in_specs, out_specs=P()))
+
+
+def _differs(have: jax.Array, kept: jax.Array, sent: Any) -> jax.Array:
+    """Whether a shard of params is not its main parameters, rounded and perhaps sent."""
+    rounded = kept.astype(have.dtype)
+    equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))
+    if sent is not None:  # as received; not so before the first step
+        equal |= have == collectives.round_to(rounded, sent).astype(have.dtype)
+    return ~jnp.all(equal)
+
+
+def _beside_average(
+    bucket: Bucket, have: jax.Array, exact: jax.Array, average: jax.Array
+) -> jax.Array:
+    others = jnp.sum(have != average.astype(bucket.dtype)).astype(jnp.float32)
+    moved = jnp.sum(jnp.abs(exact.astype(jnp.float32) - average))
+    size = jnp.sum(jnp.abs(average)) * _rounds_average(bucket)
+    return jnp.stack([others, moved, size])

@@ -23,7 +23,6 @@ the params that it gets need not follow.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -38,9 +37,9 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import host_memory
-from jdistadam.distributed.average import is_average
 from jdistadam.distributed.checks import check_alive, check_layout_of, check_placement
-from jdistadam.distributed.main_params import paths_that_differ
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.main_params import compared_with_main
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError, LayoutError
@@ -55,15 +54,14 @@ class Admitted(NamedTuple):
     """What a program takes.
 
     Attributes:
-      state: The state: its arrays are placed, and can be donated if the program donates.
+      state: The state: its arrays are placed. If the program donates it, it can be donated, and its
+        params are ``Leaves``.
       batch: The batch, on the mesh.
-      params: The params of the state, flattened.
-      digest: The digest of the layout; None: the state or the batch is traced.
+      digest: The digest of the layout; None: the state or the batch is traced, and was not changed.
     """
 
     state: TrainState
     batch: Any
-    params: Leaves
     digest: bytes | None
 
 
@@ -113,23 +111,29 @@ class Gate:
             host_memory.check_memory(tx.config, state=state)
         if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
             self.check_types(state)
-            return Admitted(state, batch, memory.params, None)
-        check_alive(find_state(state.opt_state), None if is_ours else state)
-        digest, params = memory.digest, memory.params
+            check_layout(state, tx)
+            return Admitted(state, batch, None)
+        sharded, digest, params = find_state(state.opt_state), memory.digest, memory.params
+        check_alive(sharded, None if is_ours else state)
         if not is_ours:
-            check_placement(tx.config, find_state(state.opt_state))
-            check_structure(state.opt_state, tx)
-            digest = check_layout(state, tx)
+            check_placement(tx.config, sharded)
+            check_structure(state.opt_state, sharded, tx)
+            layout = tx.layout(state.params)
+            digest = check_layout_of(sharded, tx.config.layout_text(layout), digest=digest)
             if self._donates:
                 state = with_numbers_as_arrays(state, tx.config.mesh, memory.arrays)
             state = _placed(state, tx, is_all=not memory.has_params)
         self._agree(state, batch)
-        if self._donates and not is_ours:
-            state = self._donatable(state, memory)
+        if not self._donates:
+            return Admitted(state, batch, digest)
+        if not is_ours:
+            if not memory.has_params:
+                check_params_follow(state.params, sharded, layout, tx)
+            state = apart(state, returned=memory.arrays)
+            self._types |= set(map(type_of, jax.tree.leaves(state)))
             params = Leaves.of(state.params)
-        if self._donates:
-            batch = self._apart(batch, state)
-        return Admitted(state, batch, params, digest)
+        flat = TrainState(params, state.opt_state, state.model_state, state.rng)
+        return Admitted(flat, self._apart(batch, state), digest)
 
     def admit_types(self, state: Any, batch: Any) -> Any:
         """Asks what shapes can be asked; returns the batch, which is placed unless it is shapes."""
@@ -139,15 +143,14 @@ class Gate:
 
     def check_types(self, state: TrainState) -> None:
         """Asks what a traced state can be asked; also records ``layers`` for compiler options."""
-        check_structure(state.opt_state, self._tx)
+        check_structure(state.opt_state, find_state(state.opt_state), self._tx)
         self._tx.bind(state.params)
 
-    def returned(self, state: TrainState, admitted: Admitted) -> TrainState:
+    def returned(self, state: TrainState, digest: bytes) -> TrainState:
         """Returns a step's result, whose params are ``Leaves``; the next call recognizes it."""
-        assert admitted.digest is not None
-        params: Any = state.params
-        new = dataclasses.replace(state, params=params.tree)
-        return remember_returned(new, params, self._tx, admitted.digest)
+        params: Leaves = state.params
+        new = TrainState(params.tree, state.opt_state, state.model_state, state.rng)
+        return remember_returned(new, params, self._tx, digest)
 
     def _placed(self, batch: Any) -> Any:
         if is_placed(batch, self._batch_sharding):
@@ -164,14 +167,6 @@ class Gate:
             self._has_agreed = True
         elif not self._donates:
             agree_again(call, config)
-
-    def _donatable(self, state: TrainState, memory: Memory) -> TrainState:
-        """Returns a state that can be donated: its params follow, and no array is there twice."""
-        if not memory.has_params:
-            check_params_follow(state, self._tx)
-        state = apart(state, returned=memory.arrays)
-        self._types.update(map(type_of, jax.tree.leaves(state)))
-        return state
 
     def _apart(self, batch: Any, state: TrainState) -> Any:
         """Returns a batch that shares no donated memory with the state; copies if needed."""
@@ -215,7 +210,8 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(whole)):
         whole = _placed(whole, tx, is_all=True)  # a copy, of numpy arrays too
     if not (isinstance(state, TrainState) and Memory.of(state).has_params):
-        check_params_follow(whole, tx)
+        layout = tx.layout(whole.params)
+        check_params_follow(whole.params, find_state(whole.opt_state), layout, tx)
     return whole.params, whole.opt_state
 
 
@@ -230,17 +226,18 @@ def _placed(state: TrainState, tx: DistributedTransformation, *, is_all: bool) -
     extras = (state.model_state, state.rng)
     places = [NamedSharding(tx.config.mesh, P())] * len(jax.tree.leaves(extras))
     model_state, rng = brought(extras, places, exactly=False)
-    return dataclasses.replace(state, model_state=model_state, rng=rng)
+    return TrainState(state.params, state.opt_state, model_state, rng)
 
 
-def check_params_follow(state: TrainState, tx: DistributedTransformation) -> None:
+def check_params_follow(
+    params: Params, state: DistributedState, layout: Layout, tx: DistributedTransformation
+) -> None:
     """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
 
     Also raises if they are the moving average. Compares values, for states of unknown origin.
     """
-    layout, specs = tx.layout(state.params), tx.param_specs(state.params)
-    given = tx.config, layout, specs, state.params, state.opt_state
-    if is_average(*given):
+    paths, is_average = compared_with_main(tx.config, layout, params, state)
+    if is_average:
         raise LayoutError(
             "params: equal to the moving average, rounded: they would be trained in place of those "
             "of the last step: got params that were put into the state, expected those that "
@@ -248,7 +245,7 @@ def check_params_follow(state: TrainState, tx: DistributedTransformation) -> Non
             "state that train_step returned; to train the average call reload_main_params(state, "
             "tx)."
         )
-    if paths := paths_that_differ(*given):
+    if paths:
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
         raise LayoutError(
             f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
@@ -294,7 +291,7 @@ def with_numbers_as_arrays(state: TrainState, mesh: Mesh, returned: Sequence[Any
 
     is_part = lambda x: isinstance(x, (_INJECTED, DistributedState))  # noqa: E731
     opt_state = jax.tree.map(as_arrays, state.opt_state, is_leaf=is_part)
-    return dataclasses.replace(state, opt_state=opt_state)
+    return TrainState(state.params, opt_state, state.model_state, state.rng)
 
 
 def _as_array(name: str, x: Any, replicated: NamedSharding) -> jax.Array:

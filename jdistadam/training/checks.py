@@ -10,7 +10,7 @@ import jax
 from jdistadam.core import trees
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.checks import check_options
-from jdistadam.distributed.state import find_state
+from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import TreeError
 
@@ -35,9 +35,14 @@ def check_created(params: Params, model_state: Any, rng: Any) -> None:
         trees.check_key("rng", rng)
 
 
-def check_structure(opt_state: OptState, tx: DistributedTransformation) -> None:
-    """Raises TreeError unless a state has the parts of its optimizer, such as those of a chain."""
-    check_options(tx.config, find_state(opt_state))
+def check_structure(
+    opt_state: OptState, state: DistributedState, tx: DistributedTransformation
+) -> None:
+    """Raises TreeError unless ``opt_state``, with ``state`` in it, has the parts of its optimizer.
+
+    These are the fields of a distributed state that its options need, and the parts of a chain.
+    """
+    check_options(tx.config, state)
     specs = tx.state_specs()
     if _has_structure(specs, opt_state):
         return

@@ -127,7 +127,8 @@ class EvalStep:
             got = params if isinstance(params, str) else type(params).__name__
             raise out_of_range("params", got, '"params" or "ema"')
         if params == "ema":
-            state = dataclasses.replace(state, params=_rounded_average(state, self.tx))
+            average = _rounded_average(state, self.tx)
+            state = TrainState(average, state.opt_state, state.model_state, state.rng)
         admitted = self._gate.admit(state, batch)
         if admitted.digest is None:  # whole, also if nothing else is jitted
             return jax.jit(self._program)(admitted.state, admitted.batch)
@@ -139,7 +140,7 @@ class EvalStep:
 
 def _without_optimizer(state: TrainState) -> TrainState:
     """The state as the program gets it if its layout was compared."""
-    return dataclasses.replace(state, opt_state=None)
+    return TrainState(state.params, None, state.model_state, state.rng)
 
 
 def eval_step(

@@ -273,10 +273,11 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 
 def places_of(state: TrainState, tx: DistributedTransformation) -> TrainState:
     """Returns the shardings of a state's arrays, or of its shapes."""
-    everywhere: Any = NamedSharding(tx.config.mesh, P())
-    each = TrainState(everywhere, tx.state_shardings(), everywhere, everywhere)
+    everywhere = NamedSharding(tx.config.mesh, P())
+    params = tx.param_shardings(state.params)
+    each = TrainState(params, tx.state_shardings(), everywhere, everywhere)
     places: TrainState = jax.tree.broadcast(each, state)
-    return dataclasses.replace(places, params=tx.param_shardings(state.params))
+    return places
 
 
 def check_train_state(state: Any) -> None:

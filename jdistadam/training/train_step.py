@@ -12,7 +12,6 @@ backward pass behind a barrier unless it has ``prevent_cse=False``, which is eno
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -158,9 +157,8 @@ class TrainStep:
         if admitted.digest is None:
             self._warn_of_lost_options()
             return self._step(admitted.state, admitted.batch)
-        flat = dataclasses.replace(admitted.state, params=admitted.params)
-        new, metrics = native.call(self._jitted, flat, admitted.batch)
-        return self._gate.returned(new, admitted), metrics
+        new, metrics = native.call(self._jitted, admitted.state, admitted.batch)
+        return self._gate.returned(new, admitted.digest), metrics
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that contains it."""
