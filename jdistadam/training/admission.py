@@ -4,10 +4,10 @@
 Question                                                            train  eval  save  export
 ==================================================================  =====  ====  ====  ======
 1.  Is it a train state?                                            x      x           x
-2.  Did a step return these very arrays? Then skip 3, 5 to 7, 9.    x      x           7
-3.  Is it in the memory that ``state_memory`` says?                 x      x     x
-4.  Is it traced? The program compares the digest while it runs.    x      x
-5.  Has it values, which were given to no other step?               x      x     x     x
+2.  Did a step return these very arrays? Then skip 5 to 7, 9, 10.   x      x           7
+3.  Is it traced? Then only types are asked, and 8 to 10 skipped.   x      x
+4.  Has it values, which were given to no other step?               x      x     x     x
+5.  Is it in the memory that ``state_memory`` says?                 x      x     x
 6.  Is it on this mesh, with the parts of this optimizer?           x      x
 7.  Has it the layout of this optimizer?                            x      x     x     x
 8.  Do all processes call the same program?                         x      x
@@ -17,8 +17,8 @@ Question                                                            train  eval 
 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
 there is missing in 8, and the others name it. From 9 on, programs run that need all processes.
-Arrays in other places are copied after 7. ``reload_main_params`` asks 1, 5 and 7 itself, because
-the params that it gets need not follow.
+Arrays in other places are copied after 7. A program that a traced state is part of compares the
+digest while it runs. ``reload_main_params`` asks 1, 4 and 7 itself: its params need not follow.
 """
 
 from __future__ import annotations
@@ -107,19 +107,19 @@ class Gate:
         check_train_state(state)
         batch, memory, tx = self._placed(batch), Memory.of(state), self._tx
         is_ours = memory.has_params and memory.tx is tx
-        if not is_ours:
-            host_memory.check_memory(tx.config, state=state)
-        if trees.is_traced(batch) or (not is_ours and trees.is_traced(state)):
-            self.check_types(state)
-            check_layout(state, tx)
-            return Admitted(state, batch, None)
+        is_traced = trees.is_traced(batch) or (not is_ours and trees.is_traced(state))
         sharded, digest, params = find_state(state.opt_state), memory.digest, memory.params
         check_alive(sharded, None if is_ours else state)
         if not is_ours:
-            check_placement(tx.config, sharded)
+            host_memory.check_memory(tx.config, state=state)
+            if not is_traced:
+                check_placement(tx.config, sharded)
             check_structure(state.opt_state, sharded, tx)
             layout = tx.layout(state.params)
             digest = check_layout_of(sharded, tx.config.layout_text(layout), digest=digest)
+        if is_traced:
+            return Admitted(state, batch, None)
+        if not is_ours:
             if self._donates:
                 state = with_numbers_as_arrays(state, tx.config.mesh, memory.arrays)
             state = _placed(state, tx, is_all=not memory.has_params)
@@ -138,13 +138,9 @@ class Gate:
     def admit_types(self, state: Any, batch: Any) -> Any:
         """Asks what shapes can be asked; returns the batch, which is placed unless it is shapes."""
         check_train_state(state)
-        self.check_types(state)
-        return batch if trees.parts_of(batch, jax.ShapeDtypeStruct) else self._placed(batch)
-
-    def check_types(self, state: TrainState) -> None:
-        """Asks what a traced state can be asked; also records ``layers`` for compiler options."""
         check_structure(state.opt_state, find_state(state.opt_state), self._tx)
-        self._tx.bind(state.params)
+        self._tx.layout(state.params)  # on which compiler options may depend
+        return batch if trees.parts_of(batch, jax.ShapeDtypeStruct) else self._placed(batch)
 
     def returned(self, state: TrainState, digest: bytes) -> TrainState:
         """Returns a step's result, whose params are ``Leaves``; the next call recognizes it."""
