@@ -15,14 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
-from jdistadam.core.guards import continued
+from jdistadam.core.guards import Guard
 from jdistadam.core.storage import main_codec_of
-from jdistadam.distributed import bucket_leaves, flat_arrays
-from jdistadam.distributed.flat_arrays import is_flat_codes
+from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
+from jdistadam.distributed.state_view import StateView
 from jdistadam.kernels import sharded_codes
-from jdistadam.training.placement import copy_to
 
 
 @dataclasses.dataclass
@@ -94,14 +93,13 @@ class FlatAdam:
 
     def __init__(self, params: Any, state: Any, tx: Any, *, starts_anew: bool = False) -> None:
         """Takes a state, or its shapes, and whether all of it will be put."""
-        config = tx.config
-        self.config, self.state, self._starts_anew = config, state, starts_anew
-        self.layout = tx.layout(params)
-        dtypes = {part: config.algorithm.storage.float_dtype(part) for part in parts.MOMENTS}
-        if config.ema_decay is not None:
-            dtypes["ema"] = jnp.dtype(jnp.float32)
-        self.sections = (*dtypes, "main_params")
-        self._tensor_specs = jax.tree.leaves(config.tensor_specs(params))
+        self.view = StateView(tx.config, params)
+        self.config, self.layout = tx.config, self.view.layout
+        self.state, self._starts_anew = state, starts_anew
+        # As files have them: main parameters last, also if the state has none.
+        others = (name for name in self.view.parts if name != "main_params")
+        self.sections = (*others, "main_params")
+        config, kept = tx.config, self.view.parts
         placed = jax.tree.leaves(tx.param_shardings(params))
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
         named = zip(parts.leaves("params", params), placed, sent, strict=True)
@@ -109,23 +107,16 @@ class FlatAdam:
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
             mine = [rest.pop(i) for i in bucket.leaves]
-            for param, place in zip(mine, self._form(bucket).places, strict=True):
+            for param, place in zip(mine, self.view.form(bucket).places, strict=True):
                 param.exact_at = place
-                if bucket.has_main:
-                    param.kind = config.policy.main_params
-                    param.main = state.main_params
-                for part, dtype in dtypes.items():
-                    like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=place)
-                    param.moments[part] = like
+                for name in (name for name, part in kept.items() if part.has(bucket)):
+                    if name == "main_params":
+                        param.kind, param.main = kept[name].codec, state.main_params
+                        continue
+                    like = jax.ShapeDtypeStruct(param.like.shape, kept[name].dtype, sharding=place)
+                    param.moments[name] = like
             self.units.append((bucket, mine))
         self.units += [(None, [param]) for param in rest.values()]
-
-    def extract(self, bucket: Bucket, section: str, flat: Any) -> list[jax.Array]:
-        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
-        offset = bucket.offset
-        if is_flat_codes(flat):
-            flat, offset = flat_arrays.decoded_shards(self.config, bucket, section, flat), 0
-        return bucket_leaves.extracted(self._form(bucket), flat, offset)
 
     @functools.cached_property
     def _new(self) -> dict[str, Any]:
@@ -136,46 +127,34 @@ class FlatAdam:
                 continue
             is_shape = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
             if self._starts_anew or is_shape:
-                new[section] = flat_arrays.zeros(self.config, self.layout, section)
+                new[section] = self.view.zeros(section)
             else:
                 new[section] = copy_to(like, self.config.state_sharding(section))
         return new
 
     def put(self, section: str, bucket: Bucket, found: Sequence[Any]) -> None:
         """Stores a moment, or the main parameters, of a bucket's leaves; None: it stays."""
-        flat, form = self._new[section], self._form(bucket)
+        flat = self._new[section]
         if any(x is None for x in found):
-            old = self.extract(bucket, section, flat)
+            old = self.view.extract(section, bucket, flat)
             found = [y if x is None else x for x, y in zip(found, old, strict=True)]
-        if is_flat_codes(flat):
-            shards = bucket_leaves.inserted(form, None, 0, found)
-            new = flat_arrays.with_shards(self.config, bucket, section, flat, shards)
-        else:
-            new = bucket_leaves.inserted(form, flat, bucket.offset, found)
-        self._new[section] = new
+        self._new[section] = self.view.insert(section, bucket, flat, found)
 
     def finished(self, values: dict[str, Any]) -> dict[str, Any]:
         """Returns the state under the name "", with ``values`` that the file may lack."""
         config, everywhere = self.config, NamedSharding(self.config.mesh, P())
         storage = config.algorithm.storage
 
-        def saved(part: str, kind: Any) -> Any:
-            found = kind(*(values.get(f"{part}.{x}") for x in kind._fields))
+        def saved(guard: Guard) -> Any:
+            found = guard.kind(*(values.get(f"{guard.field}.{x}") for x in guard.kind._fields))
             return jax.tree.map(np.asarray, found) if jax.tree.leaves(found) else None
 
-        scalars = {
-            "grad_norm": values.get("grad_norm", np.float32(0)),
+        scalars = self.view.scalars(values.get("grad_norm", 0), saved) | {
             "layout_digest": config.layout_digest(self.layout),
             "key": values.get("key", storage.key) if storage.is_stochastic else None,
         }
-        for guard, value in config.active_guards:
-            old = saved(guard.field, guard.kind)
-            scalars[guard.field] = continued(guard, value, old)
         placed = jax.device_put(copy_to(scalars, everywhere), everywhere)
         # On Explicit axes shardings come back in another spelling: device_put copies nothing.
         for section, flat in self._new.items():
             placed[section] = jax.device_put(flat, config.state_sharding(section))
         return {"": self.state._replace(count=values["count"], **placed)}
-
-    def _form(self, bucket: Bucket) -> bucket_leaves.Form:
-        return bucket_leaves.form_of(self.config, self.layout, bucket, self._tensor_specs)

@@ -115,7 +115,7 @@ def _of_bucket(flat: FlatAdam, bucket: Bucket, params: list[Param], section: str
     codec = codec_of(array) if is_flat_codes(array) and bucket.is_coded else None
 
     def make() -> list[Any]:
-        found = flat.extract(bucket, section, array)
+        found = flat.view.extract(section, bucket, array)
         if codec is not None:
             return [x for leaf in found for x in encoded(section, codec, leaf)]
         if section == "main_params":

@@ -20,10 +20,10 @@ from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import BLOCK, Codec
+from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import sharded_codes
-from jdistadam.training.placement import copy_to
 
 Predicate = Callable[[str], bool]
 

@@ -37,9 +37,14 @@ The files of this folder and their concepts, in the order in which data pass thr
                           what it waits for, what is gathered after it. Calls of the average.
 ``store.py``              ``Store``: the flat arrays during a step, wherever they are.
 ``update.py``             One kernel call after another, and gathers of new parameters.
-``main_params.py``        Main parameters: made, compared and rounded to the model's dtype.
+``main_params.py``        Exact values of params: a state begins with them; params follow them,
+                          rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_arrays.py``        ``Slot``: in which flat array a shard is, and where. Moments in codes.
+``flat_arrays.py``        ``Part``: what a flat array holds of each parameter. ``Slot``: where a
+                          shard is in one. Moments in codes.
+``state_view.py``         ``StateView``: the parts of a state by parameter, outside of
+                          ``jax.shard_map``: on the host, and in programs of few leaves.
+``global_arrays.py``      Arrays outside of programs: copied, placed, fetched to the host.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================

@@ -8,81 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam import compat
 from jdistadam.core import collectives, trees
-from jdistadam.core.codecs import FLOAT32
-from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import calls, flat_arrays, host_memory, packing
+from jdistadam.distributed import calls, flat_arrays, packing
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.layout import Bucket, Layout
+from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.main_params import exact_values
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import DistributedState, map_state
+from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.store import Store
-
-
-def new_ema(
-    config: DistributedConfig, buckets: Sequence[Bucket], params: Sequence[Any], main: Any
-) -> Any:
-    """This device's average, initialized to the values of params; None without ``ema_decay``.
-
-    Args:
-      config: The configuration.
-      buckets: All buckets, or consecutive ones.
-      params: Leaves of the params, as this device holds them.
-      main: This device's main parameters of the buckets, the exact values of params; None: there
-        are none.
-    """
-    if config.ema_decay is None:
-        return None
-    parallel = config.parallel
-    shards = [
-        packing.state_shard(parallel, b, params, jnp.float32 if main is None else b.dtype)
-        for b in buckets
-    ]
-    flat = jnp.array(_exact_values(config, buckets, shards, main))  # main is another array
-    return collectives.to_varying(flat, parallel.cut_axes)
-
-
-def with_new_ema(
-    config: DistributedConfig,
-    layout: Layout,
-    specs: Any,
-    opt_state: OptState,
-    params: Params,
-    main: Any = None,
-) -> Any:
-    """Returns the state with its average set to global params; unchanged if it has none.
-
-    Args:
-      config: The configuration.
-      layout: The layout of the params.
-      specs: PartitionSpecs of the params.
-      opt_state: The state, or that of a chain.
-      params: Tree of global params, or of float32 arrays like them.
-      main: The main parameters of a state, the exact values of params; None: there are none.
-    """
-    if config.ema_decay is None:
-        return opt_state
-    flat = config.parallel.state_spec
-
-    if "ema" in config.on_host:
-        filled = compat.shard_map(
-            lambda tree, *given: _new_in_windows(config, layout, jax.tree.leaves(tree), *given),
-            mesh=config.mesh,
-            in_specs=(specs, flat, flat),
-            out_specs=flat,
-        )
-        zeros = flat_arrays.zeros(config, layout, "ema")
-        ema = jax.jit(filled, donate_argnums=2)(params, main, zeros)
-    else:
-        new = compat.shard_map(
-            lambda tree, main: new_ema(config, layout.buckets, jax.tree.leaves(tree), main),
-            mesh=config.mesh,
-            in_specs=(specs, flat),
-            out_specs=flat,
-        )
-        ema = jax.jit(new)(params, main)
-    return map_state(lambda state: state._replace(ema=ema), opt_state)
 
 
 def with_next_ema(
@@ -112,44 +45,12 @@ def with_next_ema(
         taken = store.take(call)
         before, main = taken.arrays["ema"], taken.part("main_params")
         new = [piece.of(shards[piece.bucket_index]) for piece in call.pieces]
-        values = _exact_values(config, call.buckets, new, main)
+        values = exact_values(config, call.buckets, new, main)
         # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average
         # of a constant would drift.
         moved = before + jnp.float32(1 - config.ema_decay) * (values - before)
         store.put(call, {"ema": trees.keep_if(is_skipped, before, moved)})
     return store.state()
-
-
-def _new_in_windows(
-    config: DistributedConfig, layout: Layout, params: Sequence[Any], main: Any, flat: Any
-) -> Any:
-    """``new_ema`` written into a flat array on the host."""
-    for window in calls.windows(layout, splits=False):
-        of_main = calls.slots_of(config, "main_params", window)
-        kept = host_memory.cut(main, of_main) if of_main and main is not None else None
-        new = new_ema(config, [piece.bucket for piece in window], params, kept)
-        flat = host_memory.put(flat, new, calls.slots_of(config, "ema", window))
-    return flat
-
-
-def _exact_values(
-    config: DistributedConfig, buckets: Sequence[Bucket], shards: Sequence[Any], main: Any
-) -> jax.Array:
-    """The exact parameters of consecutive buckets in float32, at the positions of their moments.
-
-    ``main``: their main parameters, from the first bucket on; None: there are none.
-    """
-    kind = config.policy.main_params
-    if main is not None and kind == FLOAT32 and all(bucket.has_main for bucket in buckets):
-        return main
-    parts = []
-    for bucket, shard in zip(buckets, shards, strict=True):
-        if main is not None and bucket.has_main:
-            start = bucket.offset - buckets[0].offset
-            kept = main[start : start + bucket.shard_size].reshape(bucket.shard_shape)
-            shard = kind.join(shard, kept, jnp)
-        parts.append(shard.astype(jnp.float32))
-    return packing.flat_of(buckets, parts, jnp.float32)
 
 
 def averaged_leaves(

@@ -57,7 +57,7 @@ class Form:
     starts: tuple[int, ...]  # of leaves in a packed bucket, and the end of the last one
     shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel part
     specs: tuple[P, ...]
-    main: Codec = NOTHING  # how leaves are stored that are put in as main parameters
+    codec: Codec = NOTHING  # in which leaves are stored that are put in as exact values
 
     @property
     def size(self) -> int:
@@ -187,8 +187,8 @@ def _inserter(form: Form) -> Any:
             index = collectives.axis_index(form.parallel.state_axes)
             shard = shard_of(whole, index, whole.size // form.size, 0)
         rows = jnp.pad(shard, (0, form.num_rows * ALIGNMENT - form.size))
-        if form.main.is_stored:
-            _, rows = form.main.split(rows.astype(jnp.float32), jnp.bfloat16, jnp)
+        if form.codec.is_stored:
+            _, rows = form.codec.split(rows.astype(jnp.float32), jnp.bfloat16, jnp)
         return rows if flat is None else memory.put_lines(flat, rows, row, ALIGNMENT)
 
     return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)

@@ -17,13 +17,46 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import memory
-from jdistadam.core.codecs import BLOCK, BlockCodes, codec_of
+from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, Codec, codec_of
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, aligned
 
 STEPPED = ("main_params", "mu", "nu")
 FLAT_ARRAYS = (*STEPPED, "ema")
 """The fields of a state that are flat arrays, first those that a kernel steps; others are small."""
+
+
+class Part(NamedTuple):
+    """What a flat array of a state holds of each parameter.
+
+    Attributes:
+      name: The field of the state, and the section of a checkpoint.
+      codec: How it is stored.
+      dtype: The dtype of its leaves outside of the flat array; float32 for codes.
+      begins: "zeros", or "params": with their exact values.
+    """
+
+    name: str
+    codec: Codec
+    dtype: Any
+    begins: str
+
+    def has(self, bucket: Bucket) -> bool:
+        """Whether it holds the leaves of a bucket."""
+        return self.name != "main_params" or bucket.has_main
+
+
+def parts_of(config: DistributedConfig) -> dict[str, Part]:
+    """Returns the parts of the state of an optimizer by name, in the order of ``FLAT_ARRAYS``."""
+    storage, main = config.algorithm.storage, config.policy.main_params
+    moments = [
+        Part(name, storage.codec_of(name), storage.float_dtype(name), "zeros")
+        for name in ("mu", "nu")
+    ]
+    mains = [Part("main_params", main, main.dtype, "params")] if main.is_stored else []
+    average = Part("ema", FLOAT32, jnp.dtype(jnp.float32), "params")
+    averages = [] if config.ema_decay is None else [average]
+    return {part.name: part for part in (*mains, *moments, *averages)}
 
 
 class Slot(NamedTuple):
@@ -46,7 +79,7 @@ def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None
     size = aligned(bucket.shard_size)
     if name == "main_params" and not bucket.has_main:
         return None
-    if name in ("mu", "nu") and config.algorithm.storage.codec_of(name).is_coded:
+    if parts_of(config)[name].codec.is_coded:
         part = "codes" if bucket.is_coded else "floats"
         return Slot(f"{name}.{part}", bucket.moment_offset, size)
     return Slot(name, bucket.offset, size)
@@ -74,27 +107,22 @@ def is_flat_codes(x: Any) -> bool:
 
 def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
-    shape, main = jax.ShapeDtypeStruct, config.policy.main_params.dtype
+    shape = jax.ShapeDtypeStruct
 
-    def type_of_moment(name: str) -> Any:
-        codec = config.algorithm.storage.codec_of(name)
-        if not codec.is_coded:
-            return shape((layout.flat_size,), codec.dtype)
+    def of(part: Part) -> Any:
+        if part.name == "main_params":
+            return shape((layout.main_size,), part.codec.dtype) if layout.main_size else None
+        size = layout.flat_size
+        if not part.codec.is_coded:
+            return shape((size,), part.codec.dtype)
         coded = sum(aligned(x.shard_size) for x in layout.buckets if x.is_coded)
         # Neither is zero, because shard_map takes no empty arrays.
-        coded, floats = (max(x, ALIGNMENT) for x in (coded, layout.flat_size - coded))
-        return FlatCodes(
-            shape((coded,), codec.dtype),
-            shape((codec.num_scales(coded),), jnp.float32),
-            shape((floats,), jnp.float32),
-        )
+        coded, floats = (max(x, ALIGNMENT) for x in (coded, size - coded))
+        scales = shape((part.codec.num_scales(coded),), jnp.float32)
+        return FlatCodes(shape((coded,), part.codec.dtype), scales, shape((floats,), jnp.float32))
 
-    return {
-        "main_params": shape((layout.main_size,), main) if layout.main_size else None,
-        "mu": type_of_moment("mu"),
-        "nu": type_of_moment("nu"),
-        "ema": None if config.ema_decay is None else shape((layout.flat_size,), jnp.float32),
-    }
+    found = {name: of(part) for name, part in parts_of(config).items()}
+    return dict.fromkeys(FLAT_ARRAYS) | found
 
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:

@@ -1,8 +1,7 @@
-"""The main parameters of a distributed state: made from parameters, and compared with them."""
+"""The exact values of params: how a state begins with them, and whether params still follow."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -14,86 +13,68 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives
-from jdistadam.core.codecs import Codec
-from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory, packing
+from jdistadam.core.codecs import FLOAT32, Codec
+from jdistadam.core.trees import Params
+from jdistadam.distributed import flat_arrays, packing
 from jdistadam.distributed.config import DistributedConfig, global_specs
+from jdistadam.distributed.flat_arrays import Part
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import DistributedState, map_state
+from jdistadam.distributed.state import DistributedState
 
 
-def main_shard(
-    config: DistributedConfig, buckets: Sequence[Bucket], params: Sequence[Any]
+def begun_shard(
+    config: DistributedConfig,
+    part: Part,
+    buckets: Sequence[Bucket],
+    params: Sequence[Any],
+    main: Any = None,
 ) -> jax.Array:
-    """This device's main parameters of consecutive buckets, with the values of ``params``."""
-    buckets = [bucket for bucket in buckets if bucket.has_main]
-    shards = [packing.state_shard(config.parallel, x, params, jnp.float32) for x in buckets]
-    flat = packing.flat_of(buckets, shards, jnp.float32)
-    # Varying, as shards are, for the type checker of shard_map.
-    flat = collectives.to_varying(flat, config.parallel.cut_axes)
-    _, stored = config.policy.main_params.split(flat, jnp.bfloat16, jnp)
-    return stored
-
-
-def with_main_params(
-    config: DistributedConfig, layout: Layout, specs: Any, opt_state: OptState, main: Params
-) -> Any:
-    """Returns the state with main parameters set to ``main``; an average stays.
+    """This device's flat array of a part that begins with params, for consecutive buckets.
 
     Args:
       config: The configuration.
-      layout: The layout of the params.
-      specs: PartitionSpecs of the params.
-      opt_state: The state, or that of a chain.
-      main: Tree of global arrays like params, in float32 or a dtype that converts exactly to it.
+      part: Main parameters, or an average.
+      buckets: All buckets that have it, or some of them.
+      params: Leaves of the params, as this device holds them.
+      main: This device's main parameters of the buckets, the exact values of params; None: there
+        are none.
     """
-    if not config.policy.main_params.is_stored:
-        return opt_state
-
-    flat: Any = None
-    if layout.main_size and "main_params" in config.on_host:
-        flat = _new_on_host(config, layout, specs, main)
-    elif layout.main_size and bucket_leaves.are_many(layout):
-        flat = _new_by_buckets(config, layout, main)
-    elif layout.main_size:
-        shard = compat.shard_map(
-            lambda tree: main_shard(config, layout.buckets, jax.tree.leaves(tree)),
-            mesh=config.mesh,
-            in_specs=(specs,),
-            out_specs=config.parallel.state_spec,
-        )
-        flat = jax.jit(shard)(main)
-    return map_state(lambda state: state._replace(main_params=flat), opt_state)
+    shards = [
+        packing.state_shard(config.parallel, b, params, jnp.float32 if main is None else b.dtype)
+        for b in buckets
+    ]
+    flat = exact_values(config, buckets, shards, main)
+    flat = flat if main is None else jnp.array(flat)  # main is another array
+    # Varying, as shards are, for the type checker of shard_map.
+    flat = collectives.to_varying(flat, config.parallel.cut_axes)
+    _, stored = part.codec.split(flat, jnp.bfloat16, jnp)
+    return stored
 
 
-def _new_by_buckets(config: DistributedConfig, layout: Layout, main: Params) -> jax.Array:
-    """Main parameters of global arrays, made by programs that other buckets share."""
-    flat = flat_arrays.zeros(config, layout, "main_params")
-    specs, leaves = jax.tree.leaves(config.tensor_specs(main)), jax.tree.leaves(main)
-    for bucket in layout.buckets:
-        if bucket.has_main:
-            form = bucket_leaves.form_of(config, layout, bucket, specs)
-            form = dataclasses.replace(form, main=config.policy.main_params)
-            placed = jax.device_put([leaves[i] for i in bucket.leaves], form.places)
-            flat = bucket_leaves.inserted(form, flat, bucket.offset, placed)
-    return flat
+def exact_values(
+    config: DistributedConfig, buckets: Sequence[Bucket], shards: Sequence[Any], main: Any
+) -> jax.Array:
+    """The exact parameters of consecutive buckets in float32, at the positions of their moments.
 
-
-def _new_on_host(config: DistributedConfig, layout: Layout, specs: Any, main: Params) -> jax.Array:
-    """Main parameters of global arrays in host memory, made there window by window."""
-
-    def local(tree: Params, flat: jax.Array) -> jax.Array:
-        for window in calls.windows(layout, splits=False):
-            if slots := calls.slots_of(config, "main_params", window):
-                new = main_shard(config, [x.bucket for x in window], jax.tree.leaves(tree))
-                flat = host_memory.put(flat, new, slots)
-        return flat
-
-    spec = config.parallel.state_spec
-    filled = compat.shard_map(local, mesh=config.mesh, in_specs=(specs, spec), out_specs=spec)
-    return jax.jit(filled, donate_argnums=1)(main, flat_arrays.zeros(config, layout, "main_params"))
+    Args:
+      config: The configuration.
+      buckets: The buckets.
+      shards: This device's shard of the params of each bucket.
+      main: Their main parameters, from the first bucket on; None: there are none.
+    """
+    kind = config.policy.main_params
+    if main is not None and kind == FLOAT32 and all(bucket.has_main for bucket in buckets):
+        return main
+    parts = []
+    for bucket, shard in zip(buckets, shards, strict=True):
+        if main is not None and bucket.has_main:
+            start = bucket.offset - buckets[0].offset
+            kept = main[start : start + bucket.shard_size].reshape(bucket.shard_shape)
+            shard = kind.join(shard, kept, jnp)
+        parts.append(shard.astype(jnp.float32))
+    return packing.flat_of(buckets, parts, jnp.float32)
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:

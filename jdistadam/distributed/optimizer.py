@@ -27,7 +27,6 @@ from jdistadam.core.precision import MixedPrecisionPolicy, policy_of
 from jdistadam.core.storage import MOMENT_NAMES
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import bucket_leaves, model_axes
-from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.checks import (
     check_arguments,
     check_ema_decay,
@@ -35,13 +34,13 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, zeros
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, parts_of
 from jdistadam.distributed.layers import as_layers
-from jdistadam.distributed.main_params import with_main_params
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState, StepResult
+from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.step import init_local
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.transformation import FusedTransformation
@@ -375,9 +374,13 @@ class _Functions:
             return state
         # Arrays that may not fit on the device are made on the host and filled in windows, or
         # bucket by bucket if there are many leaves.
-        moments = {name: zeros(config, layout, name) for name in ("mu", "nu")}
-        state = with_main_params(config, layout, specs, state._replace(**moments), params)
-        return with_new_ema(config, layout, specs, state, params, state.main_params)
+        view = StateView(config, params)
+        for name, part in view.parts.items():
+            if part.begins == "params":
+                state = view.with_begun(name, state, params, state.main_params)
+            else:
+                state = state._replace(**{name: view.zeros(name)})
+        return state
 
     def local_step(
         self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any
@@ -398,15 +401,15 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     guards = {
         x.field: x.kind(*(everywhere for _ in x.kind._fields)) for x, _ in config.active_guards
     }
-    storage, coded = config.algorithm.storage, FlatCodes(flat, flat, flat)
+    coded: Any = FlatCodes(flat, flat, flat)
+    arrays = {
+        name: coded if part.codec.is_coded else flat for name, part in parts_of(config).items()
+    }
     return DistributedState(
         count=everywhere,
-        main_params=flat,
-        mu=coded if storage.codec_of("mu").is_coded else flat,
-        nu=coded if storage.nu.is_coded else flat,
         grad_norm=everywhere,
         layout_digest=everywhere,
-        key=everywhere if storage.is_stochastic else None,
-        ema=None if config.ema_decay is None else flat,
+        key=everywhere if config.algorithm.storage.is_stochastic else None,
+        **dict.fromkeys(FLAT_ARRAYS) | arrays,
         **guards,
     )

@@ -89,15 +89,6 @@ def axes_left_to_cut(
     return axes
 
 
-def flat_shard(layout: Layout, leaves: Sequence[Any], index: Any, dtype: Any) -> jax.Array:
-    """Returns device ``index``'s part of ``leaves``: shape ``(flat_size,)``, gaps zero."""
-    shards = [
-        shard_of(bucket_array(bucket, leaves, dtype), index, layout.num_shards, bucket.cut_dim)
-        for bucket in layout.buckets
-    ]
-    return flat_of(layout.buckets, shards, dtype)
-
-
 def flat_of(buckets: Sequence[Bucket], shards: Sequence[Any], dtype: Any) -> jax.Array:
     """Puts one device's shards of consecutive buckets into an array; gaps are zero."""
     parts, end = [jnp.zeros((0,), dtype)], 0
@@ -120,7 +111,7 @@ def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[i
 
 
 def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
-    """Joins the leaves from all devices' flat arrays: the inverse of flat_shard.
+    """Joins the leaves from all devices' flat arrays, on the host.
 
     Args:
       layout: The layout.
@@ -133,20 +124,37 @@ def leaves_of_flat(layout: Layout, flat: Any) -> list[np.ndarray]:
         if bucket.offset >= by_device.shape[1]:
             continue
         shards = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
-        whole = np.concatenate(
-            list(shards.reshape(layout.num_shards, *bucket.shard_shape)), bucket.cut_dim
-        )
-        for i, leaf in _leaves_on_host(layout, bucket, whole):
-            leaves[i] = leaf
+        shards = shards.reshape(layout.num_shards, *bucket.shard_shape)
+        whole = np.concatenate(list(shards), bucket.cut_dim)
+        for i, where in _places_in(layout, bucket):
+            leaves[i] = whole[where].reshape(layout.leaves[i].shape)
     return leaves
 
 
-def _leaves_on_host(layout: Layout, bucket: Bucket, whole: np.ndarray) -> list[tuple[int, Any]]:
-    """``leaves_of_bucket`` for a numpy array."""
-    if bucket.is_packed:
-        sizes = [layout.leaves[i].size for i in bucket.leaves]
-        starts = bucket.starts(sizes)
-        pieces = [whole[a : a + size] for a, size in zip(starts, sizes, strict=False)]
-        pairs = zip(bucket.leaves, pieces, strict=True)
-        return [(i, x.reshape(layout.leaves[i].shape)) for i, x in pairs]
-    return leaves_of_bucket(layout, bucket, whole)
+def put_leaves(layout: Layout, leaves: Sequence[np.ndarray], by_device: np.ndarray) -> None:
+    """Puts leaves into all devices' flat arrays, on the host: the inverse of ``leaves_of_flat``.
+
+    Args:
+      layout: The layout.
+      leaves: All leaves.
+      by_device: Shape ``(num_shards, flat_size)``; gaps stay as they are.
+    """
+    for bucket in layout.buckets:
+        shape = list(bucket.shard_shape)
+        shape[bucket.cut_dim] *= layout.num_shards
+        whole = np.zeros(shape, by_device.dtype)
+        for i, where in _places_in(layout, bucket):
+            whole[where] = leaves[i].reshape(whole[where].shape)
+        shards = np.split(whole, layout.num_shards, bucket.cut_dim)
+        rows = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
+        rows[:] = np.reshape(shards, (layout.num_shards, -1))
+
+
+def _places_in(layout: Layout, bucket: Bucket) -> list[tuple[int, Any]]:
+    """Which leaves the whole content of a bucket has, and where."""
+    if not bucket.is_packed:
+        return [(bucket.leaf, ...)]
+    sizes = [layout.leaves[i].size for i in bucket.leaves]
+    starts = zip(bucket.starts(sizes), sizes, strict=False)
+    slices = [slice(start, start + size) for start, size in starts]
+    return list(zip(bucket.leaves, slices, strict=True))

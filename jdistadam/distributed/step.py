@@ -16,12 +16,12 @@ from jdistadam.core.hyperparameters import at_count
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import summed_gradients
-from jdistadam.distributed.average import new_ema, with_next_ema
+from jdistadam.distributed.average import with_next_ema
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import types_of_arrays
+from jdistadam.distributed.flat_arrays import parts_of, types_of_arrays
 from jdistadam.distributed.layout import Layout
-from jdistadam.distributed.main_params import main_shard
+from jdistadam.distributed.main_params import begun_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
 from jdistadam.distributed.parts_of_gradients import added
 from jdistadam.distributed.schedule import Schedule
@@ -34,29 +34,25 @@ from jdistadam.kernels.parts import Parts
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
     """This device's part of the initial state; ``params`` are whole, or shards."""
-    if layout.main_size or config.ema_decay is not None:
-        check_not_transformed("init", params)
-    leaves = jax.tree.leaves(params)
-
-    # Varying over the axes, as shards are, for the type checker of shard_map.
-    axes = config.parallel.cut_axes
-
-    types = types_of_arrays(config, layout)
-
-    def zeros(name: str) -> Any:
-        return jax.tree.map(lambda x: collectives.to_varying(jnp.zeros_like(x), axes), types[name])
-
-    main = main_shard(config, layout.buckets, leaves) if layout.main_size else None
-    storage = config.algorithm.storage
+    arrays, leaves = types_of_arrays(config, layout), jax.tree.leaves(params)
+    axes, storage = config.parallel.cut_axes, config.algorithm.storage
+    for name, part in parts_of(config).items():
+        if arrays[name] is None:  # no parameter has it
+            continue
+        if part.begins == "params":
+            check_not_transformed("init", params)
+            buckets = [bucket for bucket in layout.buckets if part.has(bucket)]
+            main = arrays["main_params"] if name != "main_params" else None
+            arrays[name] = begun_shard(config, part, buckets, leaves, main)
+        else:  # varying over the axes, as shards are, for the type checker of shard_map
+            zeros = jax.tree.map(jnp.zeros_like, arrays[name])
+            arrays[name] = jax.tree.map(lambda x: collectives.to_varying(x, axes), zeros)
     new = DistributedState(
         count=jnp.zeros((), jnp.int32),
-        main_params=main,
-        mu=zeros("mu"),
-        nu=zeros("nu"),
         grad_norm=jnp.zeros((), jnp.float32),
         layout_digest=jnp.asarray(config.layout_digest(layout)),
         key=storage.key if storage.is_stochastic else None,
-        ema=new_ema(config, layout.buckets, leaves, main),
+        **arrays,
         **{guard.field: guard.new(value) for guard, value in config.active_guards},
     )
     return host_memory.to_state_memory(config, new)

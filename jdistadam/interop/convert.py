@@ -15,6 +15,7 @@ from jdistadam.core.arguments import warn_caller
 from jdistadam.core.codecs import codec_of, is_codes
 from jdistadam.core.storage import main_codec_of
 from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed.global_arrays import fetch
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.low_precision import decoded
 from jdistadam.drop_in.state import MainParamsState
@@ -23,7 +24,6 @@ from jdistadam.errors import DtypeError, TreeError
 from jdistadam.interop import named_state
 from jdistadam.interop.named_state import Group, NamedState, OfLeaves, Place, Rename, Transpose
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
-from jdistadam.training.placement import fetch
 from jdistadam.training.train_state import TrainState
 
 _LIKE = "Pass our parameters, or their shapes."

@@ -38,6 +38,7 @@ from jdistadam.core import trees
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.checks import check_alive, check_layout_of, check_placement
+from jdistadam.distributed.global_arrays import apart, brought, type_of
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import compared_with_main
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
@@ -45,7 +46,7 @@ from jdistadam.distributed.transformation import DistributedTransformation, chec
 from jdistadam.errors import HyperparameterError, LayoutError
 from jdistadam.training.agreement import agree, agree_again, texts_of
 from jdistadam.training.checks import check_structure
-from jdistadam.training.placement import apart, brought, is_placed, shard_batch, type_of
+from jdistadam.training.placement import is_placed, shard_batch
 from jdistadam.training.remembered import Leaves, Memory, remember_returned
 from jdistadam.training.train_state import TrainState, check_train_state, places_of
 

@@ -13,20 +13,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.guards import (
-    DynamicLossScale,
-    LossScaleState,
-    NormGuardState,
-    continued,
-)
+from jdistadam.core.guards import DynamicLossScale, LossScaleState, NormGuardState
 from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState
-from jdistadam.distributed.average import with_new_ema
+from jdistadam.distributed.global_arrays import copy_of, copy_to
 from jdistadam.distributed.state import find_state, map_state
+from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.errors import HyperparameterError, TreeError
-from jdistadam.training.placement import copy_of, copy_to
 from jdistadam.training.train_state import TrainState
 
 
@@ -73,10 +68,8 @@ def with_extra_state(
     state: TrainState, tx: DistributedTransformation, extra: ExtraState
 ) -> TrainState:
     """Returns a copy of a state made with ``tx``, with copies of the contents of ``extra``."""
-    scalars = {"grad_norm": np.float32(extra.grad_norm)} | {
-        guard.field: continued(guard, value, getattr(extra, guard.field))
-        for guard, value in tx.config.active_guards
-    }
+    view = StateView(tx.config, state.params)
+    scalars = view.scalars(extra.grad_norm, lambda guard: getattr(extra, guard.field))
     replicated = NamedSharding(tx.config.mesh, P())
     scalars, model_state, rng = copy_to((scalars, extra.model_state, extra.rng), replicated)
     opt_state = map_state(lambda part: part._replace(**scalars), state.opt_state)
@@ -85,9 +78,8 @@ def with_extra_state(
             extra.ema, state.params, name="extra_state.ema", like_name="main_params"
         )
         trees.check_dtypes(extra.ema, name="extra_state.ema", allowed=[jnp.float32])
-        places, specs = tx.param_shardings(state.params), tx.param_specs(state.params)
-        ema, layout = copy_to(extra.ema, places), tx.layout(state.params)
-        opt_state = with_new_ema(tx.config, layout, specs, opt_state, ema)
+        ema = copy_to(extra.ema, tx.param_shardings(state.params))
+        opt_state = view.with_begun("ema", opt_state, ema)
     return dataclasses.replace(state, opt_state=opt_state, model_state=model_state, rng=rng)
 
 

@@ -6,20 +6,15 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.codecs import BLOCK
 from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import packing
-from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import FlatCodes, decoded_shards, is_flat_codes, with_shards
-from jdistadam.distributed.layout import Layout
+from jdistadam.distributed.global_arrays import copy_of, copy_to, fetch
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.state import (
     DistributedState,
@@ -27,6 +22,7 @@ from jdistadam.distributed.state import (
     is_distributed_state,
     map_state,
 )
+from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
@@ -40,7 +36,6 @@ from jdistadam.training.extra_state import (
     like_template,
     with_extra_state,
 )
-from jdistadam.training.placement import copy_of, copy_to, fetch
 from jdistadam.training.remembered import remember_params
 from jdistadam.training.train_state import TrainState
 
@@ -78,21 +73,16 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       0
     """
     check_layout(state, tx)
-    layout = tx.layout(state.params)
-    treedef = jax.tree.structure(state.params)
-    sharded = find_state(state.opt_state)
-    main = [x.astype(np.float32) for x in _main_leaves(tx.config, layout, state.params, sharded)]
+    treedef: Any = jax.tree.structure(state.params)
+    sharded, view = find_state(state.opt_state), StateView(tx.config, state.params)
+    main = [x.astype(np.float32) for x in _main_leaves(view, state.params, sharded)]
     count = np.asarray(sharded.count)
-    mu, nu = (
-        jax.tree.unflatten(
-            treedef,
-            _global_leaves(tx.config, layout, state.params, getattr(sharded, name), name),
-        )
-        for name in ("mu", "nu")
-    )
+    moments = {
+        name: treedef.unflatten(view.to_host(name, getattr(sharded, name))) for name in _MOMENTS
+    }
     adam, *rest = _optax_template(tx, state.params)
     counts = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
-    theirs = (adam._replace(count=count, mu=mu, nu=nu), *counts)
+    theirs = (adam._replace(count=count, **moments), *counts)
     opt_state = jax.tree.map(
         lambda part: theirs if is_distributed_state(part) else copy_of(part),
         state.opt_state,
@@ -145,20 +135,17 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
             "expected the distributed optimizer. Call main_params(params, opt_state, tx)."
         )
     check_layout(TrainState(params, opt_state), tx)
-    layout = tx.layout(params)
-    leaves = _main_leaves(tx.config, layout, params, find_state(opt_state))
+    leaves = _main_leaves(StateView(tx.config, params), params, find_state(opt_state))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def _main_leaves(
-    config: DistributedConfig, layout: Layout, params: Params, state: DistributedState
-) -> list[np.ndarray]:
+def _main_leaves(view: StateView, params: Params, state: DistributedState) -> list[np.ndarray]:
     """The leaves that the optimizer updates: main parameters, or the params if none are kept."""
     main = [fetch(x) for x in jax.tree.leaves(params)]
-    if layout.main_size:
-        kept = _global_leaves(config, layout, params, state.main_params)
-        for i in (i for bucket in layout.buckets if bucket.has_main for i in bucket.leaves):
-            main[i] = config.policy.main_params.join(main[i], kept[i], np)
+    if view.layout.main_size:
+        part, kept = view.parts["main_params"], view.to_host("main_params", state.main_params)
+        for i in (i for bucket in view.layout.buckets if part.has(bucket) for i in bucket.leaves):
+            main[i] = part.codec.join(main[i], kept[i], np)
     return main
 
 
@@ -209,7 +196,8 @@ def from_optax_state(
         if is_distributed_state(ours):
             check_step_count("opt_state[0].count", theirs[0].count)
             check_counts(theirs)
-            return _shard(tx, state.params, theirs[0], ours)
+            view = StateView(tx.config, state.params)
+            return _as_state(view, state.params, theirs[0], ours)
         return copy_to(theirs, NamedSharding(tx.config.mesh, P()))
 
     new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
@@ -229,7 +217,8 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     return jax.jit(functools.partial(round_to_comm_dtype, schedule), out_shardings=placed)(params)
 
 
-_MOMENTS = (*trees.STORAGE_DTYPES, np.float64)  # dtypes that can be rounded to policy.mu_dtype
+_MOMENTS = ("mu", "nu")
+_DTYPES = (*trees.STORAGE_DTYPES, np.float64)  # those that can be rounded to policy.mu_dtype
 
 
 def _refuse_state(name: str, params: Params, call: str) -> None:
@@ -242,91 +231,19 @@ def _refuse_state(name: str, params: Params, call: str) -> None:
         )
 
 
-def _shard(
-    tx: DistributedTransformation,
-    params: Params,
-    adam: optax.ScaleByAdamState,
-    old: DistributedState,
+def _as_state(
+    view: StateView, params: Params, adam: optax.ScaleByAdamState, old: DistributedState
 ) -> DistributedState:
-    """Cuts the trees of optax's Adam into the flat arrays of every device."""
-    config = tx.config
-    layout = tx.layout(params)
-    for name in ("mu", "nu"):
+    """A distributed state with the count and the moments of optax's Adam."""
+    arrays = {}
+    for name in _MOMENTS:
         moments, path = getattr(adam, name), f"opt_state[0].{name}"
         trees.check_same_shapes(moments, params, name=path, like_name="params")
         trees.check_dtypes(
-            moments, name=path, allowed=_MOMENTS, action="Use the real moments of Adam."
+            moments, name=path, allowed=_DTYPES, action="Use the real moments of Adam."
         )
-    place = NamedSharding(config.mesh, config.parallel.state_spec)
-
-    def flat(tree: Any, dtype: Any) -> jax.Array:
-        leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
-        parts = []
-        for part in range(config.parallel.size(config.parallel.tensor_axes)):
-            blocks = _blocks(config, params, part)
-            parts.append([x[where] for x, where in zip(leaves, blocks, strict=True)])
-        shards = [
-            packing.flat_shard(layout, part, i, dtype)
-            for i in range(config.parallel.num_shards)
-            for part in parts
-        ]
-        return jnp.concatenate(shards)
-
-    def moment(name: str) -> Any:
-        tree, like = getattr(adam, name), getattr(old, name)
-        if not is_flat_codes(like):
-            return jax.device_put(flat(tree, like.dtype), config.state_sharding(name))
-        devices = config.parallel.size(config.parallel.cut_axes)
-        floats = np.asarray(flat(tree, jnp.float32)).reshape(devices, layout.flat_size)
-        for bucket in layout.buckets:
-            end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
-            shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
-            like = with_shards(config, bucket, name, like, shards)
-        return like
-
-    return old._replace(
-        count=copy_to(adam.count, old.count.sharding), mu=moment("mu"), nu=moment("nu")
-    )
-
-
-def _global_leaves(
-    config: DistributedConfig, layout: Layout, params: Params, flat: Any, name: str = ""
-) -> list[np.ndarray]:
-    """Returns the leaves of a state's flat array, put together from all devices.
-
-    ``name``: "mu" or "nu" for a moment, which may be coded.
-    """
-    parts = config.parallel.size(config.parallel.tensor_axes)
-    fetched = _fetch_moment(config, layout, flat, name) if is_flat_codes(flat) else fetch(flat)
-    by_part = fetched.reshape(config.parallel.num_shards, parts, -1)
-    leaves = [np.empty(x.shape, fetched.dtype) for x in jax.tree.leaves(params)]
-    for part in range(parts):
-        local = packing.leaves_of_flat(layout, np.ascontiguousarray(by_part[:, part]).reshape(-1))
-        for whole, x, where in zip(leaves, local, _blocks(config, params, part), strict=True):
-            whole[where] = x
-    return leaves
-
-
-def _fetch_moment(
-    config: DistributedConfig, layout: Layout, moment: FlatCodes, name: str
-) -> np.ndarray:
-    """A coded moment as the flat array of floats that it replaces."""
-    devices = config.parallel.size(config.parallel.cut_axes)
-    floats = np.zeros((devices, layout.flat_size), np.float32)
-    for bucket in layout.buckets:
-        shards = fetch(decoded_shards(config, bucket, name, moment)).reshape(devices, -1)
-        floats[:, bucket.offset : bucket.offset + shards.shape[1]] = shards
-    return floats
-
-
-def _blocks(config: DistributedConfig, params: Params, part: int) -> list[tuple[slice, ...]]:
-    """The devices' blocks of every global leaf, for one tensor-parallel part."""
-    mesh, axes = config.mesh, config.parallel.tensor_axes
-    index = np.unravel_index(part, [mesh.shape[axis] for axis in axes]) if axes else ()
-    place = dict(zip(axes, index, strict=True))
-    device = mesh.devices[tuple(place.get(axis, 0) for axis in mesh.axis_names)]
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(config.tensor_specs(params)), strict=True)
-    return [NamedSharding(mesh, spec).devices_indices_map(x.shape)[device] for x, spec in pairs]
+        arrays[name] = view.from_host(name, [np.asarray(x) for x in jax.tree.leaves(moments)])
+    return old._replace(count=copy_to(adam.count, old.count.sharding), **arrays)
 
 
 def _optax_template(tx: DistributedTransformation, params: Params) -> Any:

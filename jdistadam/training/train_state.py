@@ -15,15 +15,14 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.precision import float_dtype
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed.average import with_new_ema
 from jdistadam.distributed.checks import check_alive, check_layout_of
-from jdistadam.distributed.main_params import with_main_params
+from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.state import find_state, is_distributed_state
+from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import TreeError
 from jdistadam.training.agreement import agree, values_of
 from jdistadam.training.checks import check_created
-from jdistadam.training.placement import copy_to
 from jdistadam.training.remembered import Leaves, keep_memory, remember_params
 
 
@@ -164,10 +163,10 @@ class TrainState:
             is_leaf=is_distributed_state,
         )
         if param_dtypes is not None:
-            layout, specs = tx.layout(rounded), tx.param_specs(rounded)
-            opt_state = with_main_params(tx.config, layout, specs, opt_state, params)
+            view = StateView(tx.config, rounded)
+            opt_state = view.with_begun("main_params", opt_state, params)
             main = find_state(opt_state).main_params
-            opt_state = with_new_ema(tx.config, layout, specs, opt_state, rounded, main)
+            opt_state = view.with_begun("ema", opt_state, rounded, main)
         return remember_params(cls(rounded, opt_state, model_state, rng))
 
     @classmethod
@@ -263,11 +262,10 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     check_alive(find_state(state.opt_state))
     config = tx.config
     trees.check_dtypes(state.params, name="params")
-    layout = tx.layout(state.params)
-    check_layout_of(find_state(state.opt_state), config.layout_text(layout), "params")
+    view = StateView(config, state.params)
+    check_layout_of(find_state(state.opt_state), config.layout_text(view.layout), "params")
     params = copy_to(state.params, tx.param_shardings(state.params))
-    specs = tx.param_specs(params)
-    opt_state = with_main_params(config, layout, specs, state.opt_state, params)
+    opt_state = view.with_begun("main_params", state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
 
 

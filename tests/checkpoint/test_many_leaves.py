@@ -10,8 +10,7 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.checkpoint import checksum
-from jdistadam.distributed import bucket_leaves
-from jdistadam.training import placement
+from jdistadam.distributed import bucket_leaves, global_arrays
 from support.bits import assert_trees_same_bits
 from support.lookalike import BATCH, POLICIES, loss_fn, make_tx
 
@@ -34,7 +33,7 @@ def few_in_a_program(monkeypatch):
         for module, name, most in (
             (bucket_leaves, "_MOST_LEAVES", 4),
             (bucket_leaves, "_MANY", 8),
-            (placement, "_MOST_COPIES", 8),
+            (global_arrays, "_MOST_COPIES", 8),
             (checksum, "_MOST_BLOCKS", 4),
         ):
             monkeypatch.setattr(module, name, most)

@@ -70,13 +70,19 @@ def test_layout_equals_the_picture_in_the_docstring():
 @settings(max_examples=20, deadline=None)
 @given(shapes, st.sampled_from([1, 3, 4]))
 def test_leaves_come_back_exactly(shapes, num_shards):
+    """On the host; and a device cuts and packs them to the same place."""
     leaves = leaves_of(shapes)
     made = make_layout(leaves, num_shards, 1000)
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
-    flats = [packing.flat_shard(made, arrays, i, jnp.float32) for i in range(num_shards)]
-    assert all(flat.shape == (made.flat_size,) for flat in flats)
-    back = packing.leaves_of_flat(made, np.concatenate(flats))
+    by_device = np.zeros((num_shards, made.flat_size), np.float32)
+    packing.put_leaves(made, arrays, by_device)
+    for i, flat in enumerate(by_device):
+        whole = [packing.bucket_array(b, arrays, jnp.float32) for b in made.buckets]
+        pairs = list(zip(made.buckets, whole, strict=True))
+        shards = [packing.shard_of(x, i, num_shards, b.cut_dim) for b, x in pairs]
+        assert np.array_equal(packing.flat_of(made.buckets, shards, jnp.float32), flat)
+    back = packing.leaves_of_flat(made, by_device)
     for array, again in zip(arrays, back, strict=True):
         assert np.array_equal(array, again)
 

@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.training import placement, train_state
+from jdistadam.distributed import global_arrays
+from jdistadam.training import train_state
 from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
 from support.own_loop import make_own_step
@@ -92,13 +93,13 @@ def test_arrays_that_a_state_holds_once_are_not_copied(monkeypatch, axis_type):
     tx, state = make(2, axis_type=axis_type, rng=jax.random.key(0), model_state=jnp.ones(3))
     step = jda.train_step(loss_fn, tx)
     state, _ = step(state, np.ones((4, 2), np.float32))
-    numbers, copy_to = [], placement.copy_to
+    numbers, copy_to = [], global_arrays.copy_to
 
     def counted(tree, sharding):
         numbers.append(len(jax.tree.leaves(tree)))
         return copy_to(tree, sharding)
 
-    for module in (placement, train_state):
+    for module in (global_arrays, train_state):
         monkeypatch.setattr(module, "copy_to", counted)
     state, _ = step(state, np.ones((4, 2), np.float32))
     assert not numbers
@@ -113,8 +114,8 @@ def test_a_loop_that_sets_a_rate_or_a_key_waits_for_no_step(monkeypatch):
     state = jda.TrainState.create({"w": jnp.ones((64, 64))}, tx, rng=jax.random.key(0))
     step = jda.train_step(lambda p, x, rng: jnp.mean(x) * jnp.sum(p["w"]), tx)
     state, _ = step(state, np.ones((4, 2), np.float32))
-    asked, memory_of = [], placement._memory_of
-    monkeypatch.setattr(placement, "_memory_of", lambda x: (asked.append(x), memory_of(x))[1])
+    asked, memory_of = [], global_arrays._memory_of
+    monkeypatch.setattr(global_arrays, "_memory_of", lambda x: (asked.append(x), memory_of(x))[1])
     for i in range(3):
         state.opt_state.hyperparams["learning_rate"] = 0.1 * i
         state, metrics = step(state.replace(rng=jax.random.key(i)), np.ones((4, 2), np.float32))

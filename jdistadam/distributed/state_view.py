@@ -1,0 +1,204 @@
+"""The parts of a distributed state by parameter, outside of ``jax.shard_map``.
+
+``flat_arrays.Part`` describes what a flat array holds, and the layout where. A part is made and
+taken apart in three ways, because there are three ways to run:
+
+- inside of shard_map, ``step.init_local`` begins all parts of one device;
+- in programs over global arrays, a few leaves at a time, so that a part never exists twice:
+  ``extract`` and ``insert``, for checkpoints and for states that are large;
+- on the host, whole parts at once: ``to_host`` and ``from_host``, for optax's form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jdistadam import compat
+from jdistadam.core.codecs import BLOCK
+from jdistadam.core.guards import Guard, continued
+from jdistadam.core.trees import OptState, Params
+from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory, packing
+from jdistadam.distributed.config import DistributedConfig, global_specs
+from jdistadam.distributed.flat_arrays import is_flat_codes, parts_of
+from jdistadam.distributed.global_arrays import fetch
+from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.main_params import begun_shard
+from jdistadam.distributed.state import map_state
+
+
+class StateView:
+    """The parts of states of one optimizer for params of one layout.
+
+    Args:
+      config: The configuration of the optimizer.
+      params: Tree of global params, or of their shapes.
+
+    Attributes:
+      config: The configuration.
+      layout: The layout of the params.
+      parts: The parts by name.
+    """
+
+    def __init__(self, config: DistributedConfig, params: Params) -> None:
+        self.config, self.parts = config, parts_of(config)
+        self.layout = config.schedule(config.tensor_local(params)).layout
+        self._shapes: list[Any] = jax.tree.leaves(params)
+        self._tensor_specs: list[Any] = jax.tree.leaves(config.tensor_specs(params))
+
+    def form(self, bucket: Bucket) -> bucket_leaves.Form:
+        """Returns the form of a bucket, which has the shardings of its leaves."""
+        return bucket_leaves.form_of(self.config, self.layout, bucket, self._tensor_specs)
+
+    # In programs over global arrays, bucket by bucket.
+
+    def zeros(self, name: str) -> Any:
+        """Returns the flat array of a part on all devices, filled with zeros."""
+        return flat_arrays.zeros(self.config, self.layout, name)
+
+    def extract(self, name: str, bucket: Bucket, flat: Any) -> list[jax.Array]:
+        """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
+        offset = bucket.offset
+        if is_flat_codes(flat):
+            flat, offset = flat_arrays.decoded_shards(self.config, bucket, name, flat), 0
+        return bucket_leaves.extracted(self.form(bucket), flat, offset)
+
+    def insert(self, name: str, bucket: Bucket, flat: Any, leaves: Sequence[Any]) -> Any:
+        """Returns a flat array, which is donated, with the leaves of a bucket, as stored."""
+        return self._inserted(self.form(bucket), name, bucket, flat, leaves)
+
+    def _inserted(
+        self, form: bucket_leaves.Form, name: str, bucket: Bucket, flat: Any, leaves: Sequence[Any]
+    ) -> Any:
+        if is_flat_codes(flat):
+            shards = bucket_leaves.inserted(form, None, 0, leaves)
+            return flat_arrays.with_shards(self.config, bucket, name, flat, shards)
+        return bucket_leaves.inserted(form, flat, bucket.offset, leaves)
+
+    def with_begun(self, name: str, opt_state: OptState, params: Params, main: Any = None) -> Any:
+        """Returns a state whose part begins with params; unchanged if it has no such part.
+
+        Args:
+          name: The name of the part.
+          opt_state: The state, or that of a chain.
+          params: Tree of global arrays like the params, in float32 or a dtype that converts exactly
+            to it.
+          main: Main parameters of a state, if these are the exact values of ``params``.
+        """
+        if name not in self.parts:
+            return opt_state
+        flat = self._begun(name, params, main)
+        return map_state(lambda state: state._replace(**{name: flat}), opt_state)
+
+    def _begun(self, name: str, params: Params, main: Any) -> Any:
+        config, part = self.config, self.parts[name]
+        buckets = [bucket for bucket in self.layout.buckets if part.has(bucket)]
+        if not buckets:
+            return None
+        specs, flat = global_specs(config, self.layout, params), config.parallel.state_spec
+        if name not in config.on_host and main is None and bucket_leaves.are_many(self.layout):
+            return self._begun_by_buckets(name, buckets, params)
+
+        def local(tree: Params, main: Any) -> Any:
+            return begun_shard(config, part, buckets, jax.tree.leaves(tree), main)
+
+        def in_windows(tree: Params, main: Any, new: Any) -> Any:
+            for window in calls.windows(self.layout, splits=False):
+                if slots := calls.slots_of(config, name, window):
+                    of_main = calls.slots_of(config, "main_params", window)
+                    kept = host_memory.cut(main, of_main) if of_main and main is not None else None
+                    some = [piece.bucket for piece in window if part.has(piece.bucket)]
+                    begun = begun_shard(config, part, some, jax.tree.leaves(tree), kept)
+                    new = host_memory.put(new, begun, slots)
+            return new
+
+        mapped = functools.partial(compat.shard_map, mesh=config.mesh, out_specs=flat)
+        if name in config.on_host:
+            filled = mapped(in_windows, in_specs=(specs, flat, flat))
+            return jax.jit(filled, donate_argnums=2)(params, main, self.zeros(name))
+        return jax.jit(mapped(local, in_specs=(specs, flat)))(params, main)
+
+    def _begun_by_buckets(self, name: str, buckets: Sequence[Bucket], params: Params) -> Any:
+        """A part that begins with params, made by programs that other buckets share."""
+        flat, leaves = self.zeros(name), jax.tree.leaves(params)
+        for bucket in buckets:
+            form = dataclasses.replace(self.form(bucket), codec=self.parts[name].codec)
+            placed = jax.device_put([leaves[i] for i in bucket.leaves], form.places)
+            flat = self._inserted(form, name, bucket, flat, placed)
+        return flat
+
+    def scalars(self, grad_norm: Any, saved: Callable[[Guard], Any]) -> dict[str, Any]:
+        """Returns the small fields with which a state continues, on the host.
+
+        Args:
+          grad_norm: The last norm.
+          saved: Returns the saved state of a guard; None: it was not saved.
+        """
+        guards = self.config.active_guards
+        continuing = {x.field: continued(x, value, saved(x)) for x, value in guards}
+        return {"grad_norm": np.float32(grad_norm)} | continuing
+
+    # On the host, all leaves at once.
+
+    def to_host(self, name: str, flat: Any) -> list[np.ndarray]:
+        """Returns the leaves of a part, put together from all devices.
+
+        They are as stored, float32 for codes, and zero if the part does not have them. If processes
+        share the mesh, all call this.
+        """
+        by_device = self._decoded(name, flat) if is_flat_codes(flat) else fetch(flat)
+        by_device = by_device.reshape(self.config.parallel.num_shards, self._num_blocks, -1)
+        leaves = [np.empty(x.shape, by_device.dtype) for x in self._shapes]
+        for i in range(self._num_blocks):
+            local = packing.leaves_of_flat(self.layout, by_device[:, i])
+            for whole, x, where in zip(leaves, local, self._block(i), strict=True):
+                whole[where] = x
+        return leaves
+
+    def from_host(self, name: str, leaves: Sequence[np.ndarray]) -> Any:
+        """Returns the flat array of a part: the inverse of ``to_host``, in the part's dtype."""
+        part, parallel = self.parts[name], self.config.parallel
+        shape = (parallel.num_shards, self._num_blocks, self.layout.flat_size)
+        by_device = np.zeros(shape, part.dtype)
+        for i in range(self._num_blocks):
+            local = [x[where] for x, where in zip(leaves, self._block(i), strict=True)]
+            packing.put_leaves(self.layout, local, by_device[:, i])
+        if not part.codec.is_coded:
+            return jax.device_put(by_device.reshape(-1), self.config.state_sharding(name))
+        place, coded = NamedSharding(self.config.mesh, parallel.state_spec), self.zeros(name)
+        floats = by_device.reshape(-1, self.layout.flat_size)
+        for bucket in self.layout.buckets:
+            end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
+            shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
+            coded = flat_arrays.with_shards(self.config, bucket, name, coded, shards)
+        return coded
+
+    def _decoded(self, name: str, coded: Any) -> np.ndarray:
+        """The flat array of floats that codes replace, of all devices."""
+        devices = self.config.parallel.size(self.config.parallel.cut_axes)
+        floats = np.zeros((devices, self.layout.flat_size), np.float32)
+        for bucket in self.layout.buckets:
+            shards = fetch(flat_arrays.decoded_shards(self.config, bucket, name, coded))
+            shards = shards.reshape(devices, -1)
+            floats[:, bucket.offset : bucket.offset + shards.shape[1]] = shards
+        return floats
+
+    @property
+    def _num_blocks(self) -> int:
+        """The number of parts into which tensor-parallel axes cut a leaf."""
+        return self.config.parallel.size(self.config.parallel.tensor_axes)
+
+    def _block(self, number: int) -> list[tuple[slice, ...]]:
+        """The place of one of these parts in every leaf."""
+        mesh, axes = self.config.mesh, self.config.parallel.tensor_axes
+        index = np.unravel_index(number, [mesh.shape[axis] for axis in axes]) if axes else ()
+        place = dict(zip(axes, index, strict=True))
+        device = mesh.devices[tuple(place.get(axis, 0) for axis in mesh.axis_names)]
+        pairs = zip(self._shapes, self._tensor_specs, strict=True)
+        return [NamedSharding(mesh, spec).devices_indices_map(x.shape)[device] for x, spec in pairs]
