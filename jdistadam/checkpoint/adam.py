@@ -32,11 +32,12 @@ class Param:
     like: Any  # the parameter, or its shape; None if there are only moments
     place: Sharding
     exact_at: Sharding | None = None  # where its exact value is read; None: it has no moments
-    # Shape, dtype as floats and sharding of "mu", "nu" and "ema".
+    # Shape, dtype as floats and sharding of each part of the state but main parameters.
     moments: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     kind: Codec = NOTHING  # which main parameter is kept for it
     main: Any = None  # the template's array with its main parameter
     sent: Any = None  # the dtype to which a step rounds it; None: it does not
+    begin_as_params: frozenset[str] = frozenset()  # the moments that begin with the exact value
 
 
 class TreeAdam:
@@ -100,6 +101,7 @@ class FlatAdam:
         others = (name for name in self.view.parts if name != "main_params")
         self.sections = (*others, "main_params")
         config, kept = tx.config, self.view.parts
+        as_params = frozenset(name for name, part in kept.items() if part.begins == "params")
         placed = jax.tree.leaves(tx.param_shardings(params))
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
         named = zip(parts.leaves("params", params), placed, sent, strict=True)
@@ -108,7 +110,7 @@ class FlatAdam:
         for bucket in self.layout.buckets:
             mine = [rest.pop(i) for i in bucket.leaves]
             for param, place in zip(mine, self.view.form(bucket).places, strict=True):
-                param.exact_at = place
+                param.exact_at, param.begin_as_params = place, as_params
                 for name in (name for name, part in kept.items() if part.has(bucket)):
                     if name == "main_params":
                         param.kind, param.main = kept[name].codec, state.main_params

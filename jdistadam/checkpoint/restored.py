@@ -197,8 +197,8 @@ def _ask_unit(request: Request, adam: Any, unit: Any, params: list[Param]) -> No
 def _asked(request: Request, param: Param) -> dict[str, list[Wanted]]:
     """Compares a parameter with the header; returns what is read for it.
 
-    Its exact value, if it does not stay as in the template; "mu", "nu" and "ema", in floats or in
-    codes and scales; and "params", if the value that a step has sent is in the file.
+    Its exact value, if it does not stay as in the template; its moments and average, in floats or
+    in codes and scales; and "params", if the value that a step has sent is in the file.
     """
     name, like = param.name, param.like
     exact: list[Entry] = []
@@ -213,7 +213,7 @@ def _asked(request: Request, param: Param) -> dict[str, list[Wanted]]:
         of_moment, place = name.replace("params", section, 1), moment.sharding
         everywhere = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
         entries: list[Entry] = []
-        if section == "ema" and not exact:  # it stays as the parameter does
+        if section in param.begin_as_params and not exact:  # it stays as the parameter does
             request.used.add(of_moment)
         elif 0 not in moment.shape:  # a distributed state has no empty ones
             entries = request.find(of_moment, moment)
@@ -232,8 +232,8 @@ def _made(param: Param, found: dict[str, list[jax.Array]], count: int) -> dict[s
     made: dict[str, Any] = {}
     for section, moment in param.moments.items():
         arrays = found[section]
-        if section == "ema" and not arrays and exact is not None:
-            arrays = [exact]  # a missing average begins with the parameter
+        if section in param.begin_as_params and not arrays and exact is not None:
+            arrays = [exact]  # if it is missing, it begins with the parameter
         if len(arrays) > 1:  # codes and scales
             arrays = [jax.block_until_ready(sharded_codes.decoded(section, *arrays))]
         made[section] = None

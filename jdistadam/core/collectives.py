@@ -91,6 +91,12 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
+def follows(param: jax.Array, main: jax.Array) -> jax.Array:
+    """Returns, for each element, whether a parameter is its float32 main parameter, rounded."""
+    rounded = round_to(main, param.dtype)
+    return (param == rounded) | (jnp.isnan(param) & jnp.isnan(rounded))
+
+
 def keep_cast(x: jax.Array, dtype: Any) -> jax.Array:
     """Casts, and guarantees that a collective sends ``dtype``.
 

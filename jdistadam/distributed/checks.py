@@ -17,7 +17,7 @@ from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.guards import GUARDS
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, types_of_arrays
+from jdistadam.distributed.flat_arrays import FlatCodes, Part, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import (
     DIGEST_SIZE,
@@ -78,18 +78,17 @@ def check_ema_decay(value: Any) -> None:
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
 
 
-def parse_state_memory(value: Any, *, has_main: bool, has_ema: bool) -> tuple[str, ...]:
+def parse_state_memory(value: Any, parts: Mapping[str, Part]) -> tuple[str, ...]:
     """The flat arrays that ``state_memory`` puts on the host, in the order of ``FLAT_ARRAYS``.
 
     Args:
       value: The argument.
-      has_main: Whether the state may have main parameters.
-      has_ema: Whether it has an average.
+      parts: The parts of the state by name.
 
     Raises:
       PolicyError: It names an array or a memory that does not exist.
     """
-    names = [x for x, has in zip(FLAT_ARRAYS, (has_main, True, True, has_ema), strict=True) if has]
+    names = list(parts)
     memories = " or ".join(map(repr, memory.MEMORIES))
     given = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
     for name, place in given.items():
@@ -106,11 +105,12 @@ def parse_state_memory(value: Any, *, has_main: bool, has_ema: bool) -> tuple[st
                 'Pass for example {"mu": "pinned_host", "nu": "pinned_host"}.'
             )
     on_host = tuple(name for name in names if given.get(name) == memory.HOST)
-    if has_ema and "main_params" in on_host and "ema" not in on_host:
+    apart = [name for name, x in parts.items() if x.begins == "params" and name not in on_host]
+    if apart and "main_params" in on_host:
         raise PolicyError(
             "state_memory: the average is made from main parameters, and cannot be on the device "
-            f'without them: got {value!r}, expected "ema" in host memory too. '
-            'Add "ema": "pinned_host", or leave main_params on the device.'
+            f'without them: got {value!r}, expected "{apart[0]}" in host memory too. '
+            f'Add "{apart[0]}": "pinned_host", or leave main_params on the device.'
         )
     return on_host
 

@@ -195,9 +195,9 @@ def _comparison(
 
 def _differs(have: jax.Array, kept: jax.Array, sent: Any) -> jax.Array:
     """Whether a shard of params is not its main parameters, rounded and perhaps sent."""
-    rounded = kept.astype(have.dtype)
-    equal = (have == rounded) | (jnp.isnan(have) & jnp.isnan(rounded))
+    equal = collectives.follows(have, kept)
     if sent is not None:  # as received; not so before the first step
+        rounded = collectives.round_to(kept, have.dtype)
         equal |= have == collectives.round_to(rounded, sent).astype(have.dtype)
     return ~jnp.all(equal)
 

@@ -231,9 +231,6 @@ def distributed(
     check_ema_decay(ema_decay)
     check_norm_guard(norm_guard)
     check_norms(norms)
-    on_host = parse_state_memory(
-        state_memory, has_main=policy.main_params.is_stored, has_ema=ema_decay is not None
-    )
     config = DistributedConfig(
         algorithm=algorithm,
         parallel=parallel,
@@ -247,10 +244,11 @@ def distributed(
         ema_decay=ema_decay,
         norm_guard=norm_guard,
         norms=norms,
-        on_host=on_host,
         early_updates=early_updates,
         reshard_after_backward=reshard_after_backward,
     )
+    on_host = parse_state_memory(state_memory, parts_of(config))
+    config = dataclasses.replace(config, on_host=on_host)
     chosen = choose_communication(
         communication, parallel, policy, updates_early=config.updates_early
     )

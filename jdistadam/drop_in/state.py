@@ -143,12 +143,9 @@ def nan_if_changed(
     new = list(grads)
     for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
         dtype, place = params[i].dtype, jax.typeof(grads[i]).sharding
-        param, main = (  # the parameter too: [Note: casts that XLA deletes]
-            collectives.round_to(reshard_as(x, place).astype(jnp.float32), dtype)
-            for x in (params[i], mains[i])
-        )
-        is_own = (param == main) | (jnp.isnan(param) & jnp.isnan(main))
-        new[i] = jnp.where(is_own, grads[i], jnp.nan)
+        param, main = (reshard_as(x, place).astype(jnp.float32) for x in (params[i], mains[i]))
+        param = collectives.round_to(param, dtype)  # [Note: casts that XLA deletes]
+        new[i] = jnp.where(collectives.follows(param, main), grads[i], jnp.nan)
     return new
 
 
