@@ -124,7 +124,12 @@ def partition(
 
     txs = dict(transforms)
     tx = _Selections("param_labels", txs, param_labels, theirs.init, state_of, states_of)
-    return tx.transformation() or with_state(chain(theirs), lambda x: x[0], lambda x: (x,))
+    if fused := tx.transformation():
+        return fused
+    plain = with_state(chain(theirs), lambda x: x[0], lambda x: (x,))
+    if any(getattr(tx, "is_fused", False) for tx in txs.values()):
+        plain._of_another = "a partition takes no MultiSteps or apply_if_finite: wrap the partition"
+    return plain
 
 
 def named_chain(*args: tuple[str, optax.GradientTransformation]) -> FusedTransformation:
