@@ -42,6 +42,7 @@ def masked(inner: optax.GradientTransformation, mask: Any) -> optax.GradientTran
     As in optax, the updates of other leaves are their gradients: give those to another
     transformation, or use ``partition``. Around ``optax.scale`` and others that multiply by a
     number, and around ``jda.add_decayed_weights``, it is a part that ``jda.chain`` fuses.
+    ``jda.MultiSteps`` and ``jda.apply_if_finite`` keep their step only around it, not inside.
 
     Args:
       inner: A transformation.
@@ -90,6 +91,7 @@ def partition(
     The ``step`` of optimizers that have one is fused. Leaves of ``optax.set_to_zero`` are not
     touched; those of other transformations get their updates added. To train all leaves with one
     kernel call, use ``param_labels`` and ``groups`` of ``fused_adamw``.
+    ``jda.MultiSteps`` and ``jda.apply_if_finite`` keep their step only around it, not inside.
 
     Args:
       transforms: The transformation of each label.
