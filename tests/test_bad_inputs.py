@@ -10,6 +10,7 @@ import functools
 import pickle
 import re
 import tempfile
+import types
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +301,8 @@ ERRORS = [
     ("a mask of another tree, in a step", lambda: fused_step(fused(mask={"q": True}), state=fused().init(PARAMS)), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
     ("a mask that takes a path", lambda: fused(mask=lambda path: "bias" not in path).init(PARAMS), jda.TreeError, r"^mask: a function that returns one value: it is called with the tree, not with a path: got True, expected a tree of bools, for 2 leaves\. Write lambda params: jax\.tree\.map_with_path"),
     ("a mask of floats", lambda: fused(mask={"w": 1.0, "b": 0.0}).init(PARAMS), jda.DtypeError, r"^mask\['b'\]: not a bool: got 0\.0, expected True or False\. Fix mask\.$"),
+    ("a mask in a mapping that is no tree", lambda: fused(mask=types.MappingProxyType({"w": True, "b": False})).init(PARAMS), jda.DtypeError, r"^mask: a mapping that jax does not take as a tree: got mappingproxy, expected a dict, with True or False for each leaf\. Turn it into a dict\.$"),
+    ("a mask of jda.masked in a mapping that is no tree", lambda: jda.masked(fused(), types.MappingProxyType({"w": True, "b": False})).step(PARAMS, optax.MaskedState(fused().init(PARAMS)), PARAMS), jda.DtypeError, r"^mask: a mapping that jax does not take as a tree: got mappingproxy"),
     ("a mask that is a name", lambda: fused(mask="bias").init(PARAMS), jda.DtypeError, r"^mask: not a bool: got 'bias', expected True or False"),
     ("a mask that is no tree", lambda: fused(mask=object()).init(PARAMS), jda.DtypeError, r"^mask: not a bool: got <object object"),
     ("a mask function that returns nothing", lambda: fused(mask=lambda params: None).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(None\)"),

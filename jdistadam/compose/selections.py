@@ -42,6 +42,7 @@ def masked(inner: optax.GradientTransformation, mask: Any) -> optax.GradientTran
     As in optax, the updates of other leaves are their gradients: give those to another
     transformation, or use ``partition``. Around ``optax.scale`` and others that multiply by a
     number, and around ``jda.add_decayed_weights``, it is a part that ``jda.chain`` fuses.
+    ``jda.MultiSteps`` and ``jda.apply_if_finite`` keep their step only around it, not inside.
 
     Args:
       inner: A transformation.
@@ -90,6 +91,7 @@ def partition(
     The ``step`` of optimizers that have one is fused. Leaves of ``optax.set_to_zero`` are not
     touched; those of other transformations get their updates added. To train all leaves with one
     kernel call, use ``param_labels`` and ``groups`` of ``fused_adamw``.
+    ``jda.MultiSteps`` and ``jda.apply_if_finite`` keep their step only around it, not inside.
 
     Args:
       transforms: The transformation of each label.
@@ -124,7 +126,12 @@ def partition(
 
     txs = dict(transforms)
     tx = _Selections("param_labels", txs, param_labels, theirs.init, state_of, states_of)
-    return tx.transformation() or with_state(chain(theirs), lambda x: x[0], lambda x: (x,))
+    if fused := tx.transformation():
+        return fused
+    plain = with_state(chain(theirs), lambda x: x[0], lambda x: (x,))
+    if any(getattr(tx, "is_fused", False) for tx in txs.values()):
+        plain._of_another = "a partition takes no MultiSteps or apply_if_finite: wrap the partition"
+    return plain
 
 
 def named_chain(*args: tuple[str, optax.GradientTransformation]) -> FusedTransformation:

@@ -97,6 +97,12 @@ def for_each_leaf(
             f"Give each leaf of params, or each subtree, {expected}."
         ) from None
     for path, value in trees.leaves_with_path(given, is_leaf):
+        if hasattr(value, "keys") and hasattr(value, "items"):  # optax takes it as True
+            raise DtypeError(
+                f"{name}{jax.tree_util.keystr(path)}: a mapping that jax does not take as a tree: "
+                f"got {type(value).__name__}, expected a dict, with {expected} for each leaf. "
+                "Turn it into a dict."
+            )
         if not isinstance(value, kind):
             raise DtypeError(
                 f"{name}{jax.tree_util.keystr(path)}: not a {what}: "

@@ -44,7 +44,8 @@ FullStep = Callable[[Grads, Any, Params, dict[str, Any], How], FullResult]
 PARTS = (
     "For weight decay and learning rates, end the chain with jda.scale_by_adam, "
     "jda.add_decayed_weights and what multiplies by a number, such as jda.scale_by_learning_rate, "
-    "which jda.chain fuses. Move only what changes gradients before the optimizer."
+    "which jda.chain fuses. Move only what changes gradients before the optimizer. To freeze "
+    "parameters, use jda.partition with optax.set_to_zero()."
 )
 """What to do about a chain without a fused step."""
 

@@ -280,6 +280,19 @@ def test_transformations_without_an_optimizer_are_those_of_optax():
     assert_trees_same_bits(run(tx), run(theirs, take=by_update))
 
 
+def test_wrappers_go_around_a_partition():
+    labels, body = {"w": 0, "b": 1, "n": 1}, jda.fused_adamw(0.1)
+    for wrapped in (
+        jda.MultiSteps(body, 2),
+        jda.apply_if_finite(body, 2),
+        jda.chain(optax.clip_by_global_norm(1.0), jda.MultiSteps(body, 2)),
+    ):
+        inside = jda.partition({0: wrapped, 1: optax.set_to_zero()}, labels)
+        assert "takes no MultiSteps or apply_if_finite: wrap the partition" in inside.why_not_fused
+    outside = jda.MultiSteps(jda.partition({0: body, 1: optax.set_to_zero()}, labels), 2)
+    assert outside.is_fused
+
+
 def test_directions_need_a_learning_rate():
     tx = jda.partition({0: jda.scale_by_adam(), 1: jda.fused_adamw(0.1)}, {"w": 0, "b": 1, "n": 1})
     assert "nothing multiplies by a learning rate" in tx.why_not_fused

@@ -216,6 +216,34 @@ def test_in_classes_of_flax():
     assert tuple(shardings[0].mu["kernel"].spec) == ("data", None)  # no box around it
 
 
+@pytest.mark.parametrize("of", ["params", "moments"])
+def test_a_state_made_inside_jit_is_sharded_by_a_constraint(of):
+    """As in one program that trains in a scan. A moment may stand for the parameters."""
+    mesh, tx = make_mesh(), jda.fused_adamw(**HYPER)
+
+    @jax.jit
+    def trained(params):
+        state = tx.init(params)
+        like = params if of == "params" else state[0].mu
+        state = jax.lax.with_sharding_constraint(state, jda.state_shardings(state, like, mesh))
+
+        def body(carry, _):
+            params, state = carry
+            return tx.step(params, state, params), None
+
+        return jax.lax.scan(body, (params, state), length=3)[0]
+
+    params = first_params()
+    new, state = trained(params)
+    block = state[0].mu["block"]
+    assert block["tall"].addressable_data(0).shape == (8, 3)
+    assert block["wide"].addressable_data(0).shape == (5, 6)
+    alone = params, tx.init(params)
+    for _ in range(3):
+        alone = jax.jit(tx.step)(alone[0], alone[1], alone[0])
+    assert_trees_same_bits((new, state), alone)
+
+
 @pytest.mark.parametrize("as_spec", [True, False])
 def test_shardings_of_params_may_be_given_beside_shapes(as_spec):
     mesh, params = make_mesh((4, 2), ("data", "model")), first_params()["block"]
