@@ -48,7 +48,7 @@ def test_several_processes_find_the_same(tmp_path):
     ended = [process.communicate(timeout=600) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended[0][1][-3000:]
     for out, _ in ended:
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith('["')]
         assert [name for name, _ in lines] == list(kept_states.SHARED)
         for name, found in lines:
             assert found == RECORD[name], name

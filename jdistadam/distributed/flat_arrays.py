@@ -75,13 +75,13 @@ class Slot(NamedTuple):
 
 
 def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None:
-    """Returns the slot of a bucket in a field of the state; None: it has no main parameters."""
-    size = aligned(bucket.shard_size)
-    if name == "main_params" and not bucket.has_main:
+    """Returns the slot of a bucket in a field of the state; None: the field does not have it."""
+    part, size = parts_of(config).get(name), aligned(bucket.shard_size)
+    if part is None or not part.has(bucket):
         return None
-    if parts_of(config)[name].codec.is_coded:
-        part = "codes" if bucket.is_coded else "floats"
-        return Slot(f"{name}.{part}", bucket.moment_offset, size)
+    if part.codec.is_coded:
+        array = "codes" if bucket.is_coded else "floats"
+        return Slot(f"{name}.{array}", bucket.moment_offset, size)
     return Slot(name, bucket.offset, size)
 
 

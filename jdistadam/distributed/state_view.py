@@ -172,7 +172,7 @@ class StateView:
         if not part.codec.is_coded:
             return jax.device_put(by_device.reshape(-1), self.config.state_sharding(name))
         place, coded = NamedSharding(self.config.mesh, parallel.state_spec), self.zeros(name)
-        floats = by_device.reshape(-1, self.layout.flat_size)
+        floats = by_device.reshape(shape[0] * shape[1], self.layout.flat_size)
         for bucket in self.layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
