@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives, jaxprs, trees
 from jdistadam.core.arguments import check_count, check_flag
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.accumulate import weighted
@@ -219,7 +218,7 @@ def refuse_summed_loss(
       axes: The mesh axes that carry data.
     """
     jaxpr = jax.make_jaxpr(loss_fn)(params)
-    summed = [axis for axis in _summed_over(jaxpr.jaxpr, 0) if axis in axes]
+    summed = [axis for axis in jaxprs.summed_over(jaxpr.jaxpr, 0) if axis in axes]
     if summed:
         raise PolicyError(
             "loss_fn's loss: already summed over the devices, so its gradient would count each "
@@ -227,30 +226,6 @@ def refuse_summed_loss(
             "part of the batch. Return the local loss, which train_step averages over devices; "
             "for a mean over tokens return (loss, weight) with weighted=True."
         )
-
-
-_PASSED_ON = frozenset("convert_element_type reshape squeeze broadcast_in_dim copy".split())
-
-
-def _summed_over(jaxpr: Any, result: int) -> tuple[str, ...]:
-    """The axes of the psum that gives a program's result; empty if another operation gives it."""
-    var = jaxpr.outvars[result]
-    made_by = {} if isinstance(var, Literal) else {v: e for e in jaxpr.eqns for v in e.outvars}
-    while not isinstance(var, Literal) and var in made_by:
-        eqn = made_by[var]
-        name = eqn.primitive.name
-        if name.startswith("psum") and not name.startswith("psum_scatter"):
-            return tuple(eqn.params["axes"])
-        inner = next((x for k, x in eqn.params.items() if k in ("jaxpr", "call_jaxpr")), None)
-        if name not in _PASSED_ON and inner is None:
-            return ()
-        if inner is not None:
-            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            place = eqn.outvars.index(var)
-            same_results = len(inner.outvars) == len(eqn.outvars)
-            return _summed_over(inner, place) if same_results else ()
-        var = eqn.invars[0]
-    return ()
 
 
 def leaves_not_finite(grads: Grads) -> jax.Array:

@@ -7,17 +7,15 @@ It is manual over all axes of the mesh; if XLA partitions the model, only over t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, jaxprs
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.mesh_axes import DataParallel, over_axes
 from jdistadam.distributed.model_axes import cut_twice
@@ -210,33 +208,17 @@ def check_model_axes(config: DistributedConfig) -> None:
         )
 
 
-# XLA's CPU backend (jaxlib 0.10 to 0.12) cannot widen the computation of these sums in a region
-# that leaves axes to it. XLA's own sums over those axes do not crash, nor do nested regions.
-_SUMS = ("psum", "pmax", "pmin", "reduce_scatter")
+def _refuse_bfloat16_sums(jaxpr: Any, parallel: DataParallel) -> None:
+    """Raises DtypeError if XLA's CPU backend would crash.
 
-
-def _refuse_bfloat16_sums(jaxpr: Jaxpr, parallel: DataParallel) -> None:
-    """Raises DtypeError if XLA's CPU backend would crash."""
-    for eqn in _left_to_xla(jaxpr, parallel, frozenset()):
-        is_sum = eqn.primitive.name.startswith(_SUMS)
-        if is_sum and any(v.aval.dtype == jnp.bfloat16 for v in eqn.invars):
+    jaxlib 0.10 to 0.12 cannot widen the computation of these sums in a region that leaves axes to
+    XLA. XLA's own sums over those axes do not crash, nor do nested regions.
+    """
+    for eqn, manual in jaxprs.manual_inside(jaxpr, frozenset()):
+        if not manual >= set(parallel.tensor_axes) and jaxprs.sums_bfloat16(eqn):
             raise DtypeError(
-                f"loss_fn: {eqn.primitive.name} of bfloat16 over data axes, which crashes XLA's "
+                f"loss_fn: {jaxprs.name_of(eqn)} of bfloat16 over data axes, which crashes XLA's "
                 f"CPU backend while it partitions over the axes {parallel.tensor_axes}: "
                 "got bfloat16 on CPU, expected float32, or a GPU. "
                 "Cast to float32 before the sum, and back."
             )
-
-
-def _left_to_xla(jaxpr: Jaxpr, parallel: DataParallel, manual: frozenset[str]) -> Iterator[Any]:
-    """Yields the equations of regions that are manual over some axes and leave others to XLA.
-
-    Used only for CPUs, because XLA crashes there.
-    """
-    if manual >= set(parallel.tensor_axes):
-        return
-    for eqn in jaxpr.eqns:
-        yield eqn
-        inside = manual | frozenset(eqn.params.get("newly_manual_axes", ()))
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _left_to_xla(inner, parallel, inside)

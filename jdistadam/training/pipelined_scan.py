@@ -15,17 +15,22 @@ gradients to add, runs before the loop, and the last one, which has nothing to g
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
+from jdistadam.core import jaxprs
+from jdistadam.core.jaxprs import (
+    PRODUCTS,
+    contains,
+    evaluate_one,
+    has_effects,
+    values_of,
+    variables,
+)
 from jdistadam.kernels import copies
-from jdistadam.training.early_updates import PRODUCTS, contains, has_effects, variables
-from jdistadam.training.traced_gradients import evaluate_one, values_of
 
 
 def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
@@ -39,9 +44,9 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
     Returns:
       The results; None if no copy could run beside another step.
     """
-    start, end = carried(loop, step)
+    start, end = jaxprs.carried(loop, step)
     cut = _Cut(step, start, end)
-    length, reverse = loop.params["length"], loop.params["reverse"]
+    length, reverse, unroll = jaxprs.length_of(loop)
     if length == 1 or not (cut.gathered or cut.grads):
         return None
     consts, init, xs = args[:start], args[start:end], args[end:]
@@ -71,22 +76,13 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
         state = run(state, first, is_first=True)
     if begin < stop:
         places = first + forward * jnp.arange(begin, stop)
-        unroll = max(2, loop.params["unroll"])  # otherwise XLA copies what a step passes on
+        unroll = max(2, unroll)  # otherwise XLA copies what a step passes on
         state, _ = lax.scan(lambda s, i: (run(s, i), None), state, places, unroll=unroll)
     if stop < length:
         state = run(state, last, is_last=True)
     carry, _, grads, outputs, sums = state
     sums = write(sums, last, cut.sums(consts, grads))
     return [*carry, *cut.in_order(sums, outputs)]
-
-
-def carried(loop: Any, step: Any) -> tuple[int, int]:
-    """Returns which operands of a scan are the carry; JAX 0.12 names their number differently."""
-    ranks = [v.aval.ndim for v in loop.invars], [v.aval.ndim for v in step.jaxpr.invars]
-    results = [v.aval.ndim for v in loop.outvars], [v.aval.ndim for v in step.jaxpr.outvars]
-    num_xs, num_carry = sum(map(operator.ne, *ranks)), sum(map(operator.eq, *results))
-    end = len(loop.invars) - num_xs
-    return end - num_carry, end
 
 
 class _Cut:
@@ -109,7 +105,7 @@ class _Cut:
         self._sums, self.grads = self._find_sums()
         self._main = {*range(len(self._eqns))} - waits - self._sums
         made = {v for i in self._sums for v in self._eqns[i].outvars}
-        self._is_sum = [not isinstance(v, core.Literal) and v in made for v in ys]
+        self._is_sum = [bool(variables([v])) and v in made for v in ys]
         self.summed, self.outputs = (
             [v for v, is_sum in zip(ys, self._is_sum, strict=True) if is_sum == wanted]
             for wanted in (True, False)
@@ -190,7 +186,7 @@ class _Cut:
         if any(map(has_effects, eqns)) or not made.isdisjoint(variables(self._carried)):
             return set(), []
         for i, eqn in enumerate(self._eqns):  # they copy nothing
-            if eqn.primitive.name == "optimization_barrier" and i not in found:
+            if jaxprs.is_barrier(eqn) and i not in found:
                 if set(eqn.outvars).isdisjoint(self._used_outside({i} | found, [i])):
                     found.add(i)
         made = {v for i in found for v in self._eqns[i].outvars} | {*self._constants, *self._consts}
@@ -207,6 +203,6 @@ class _Cut:
 
 def _is_passed_on(eqn: Any, arrived: Collection[Any]) -> bool:
     """Whether an equation only waits for what has been sent, or for what has arrived."""
-    if eqn.primitive.name == "optimization_barrier":
+    if jaxprs.is_barrier(eqn):
         return all(v in arrived for v in variables(eqn.invars))
-    return eqn.params.get("target_name") == copies.WAIT and eqn.invars[0] in arrived
+    return jaxprs.name_of(eqn) == copies.WAIT and eqn.invars[0] in arrived

@@ -1,0 +1,618 @@
+"""The order of a step, as a list of events; no JAX.
+
+A step is a list of *nodes*: its operations, each with the values that it needs and makes. A policy
+returns *events*: which node runs when, which copies start together, where the program waits for
+them, and which values are tied, so that XLA keeps the order. ``reordered.py`` makes the nodes of a
+traced step, and evaluates it by the events.
+
+There are two policies: ``overlapping``, for copies between devices, [Note: overlap], and ``early``,
+for a state in host memory, [Note: early updates].
+
+An *anchor* is a product or an update: what copies overlap. The *model* are the nodes up to the last
+product; after them the optimizer begins.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+Value = Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """An operation, as far as the order depends on it.
+
+    Attributes:
+      needs: The values that it takes.
+      makes: Its results.
+      name: What it is, for people.
+      is_product: Whether it is, or contains, a product.
+      is_update: Whether it is, or contains, a kernel call of an update.
+      is_sum: Whether it adds what an exchange brought.
+      is_start: Whether it starts a copy: ``needs`` is the source, ``makes`` the target.
+      is_wait: Whether it waits for a copy: it needs the target.
+      is_gather: Whether it starts a gather of parameters, or is one of XLA's; else an exchange.
+      is_norm: Whether it computes norms of gradients.
+      has_effects: Whether it does more than make results.
+      num_bytes: Bytes of the target of a start.
+      travels_with: Starts travel together only if this is equal.
+      signals: Results for which a later wait can wait, the best one first; of anchors.
+      passed_on: For a barrier: its operand for each result.
+    """
+
+    needs: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    name: str = ""
+    is_product: bool = False
+    is_update: bool = False
+    is_sum: bool = False
+    is_start: bool = False
+    is_wait: bool = False
+    is_gather: bool = False
+    is_norm: bool = False
+    has_effects: bool = False
+    num_bytes: int = 0
+    travels_with: Hashable = None
+    signals: tuple[Value, ...] = ()
+    passed_on: tuple[Value, ...] | None = None
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether copies overlap it."""
+        return self.is_product or self.is_update or self.is_sum
+
+
+class Run(NamedTuple):
+    """A node runs."""
+
+    node: int
+
+
+class Start(NamedTuple):
+    """Copies start together."""
+
+    nodes: tuple[int, ...]
+
+
+class Wait(NamedTuple):
+    """The program waits for copies that started together, after a value, if one is given."""
+
+    starts: tuple[int, ...]
+    waits: tuple[int, ...]
+    after: Value | None
+
+
+class Tie(NamedTuple):
+    """All later users of some values wait for all of them."""
+
+    values: tuple[Value, ...]
+
+
+Event = Run | Start | Wait | Tie
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """When copies start, and how many.
+
+    Attributes:
+      together_bytes: Copies travel together until they are as many bytes.
+      ahead_bytes: Gathers of what is known from the beginning start only while fewer bytes are on
+        their way.
+      adds_soon: Whether gradients are added when the exchange after theirs has started; if not,
+        after the backward pass.
+    """
+
+    together_bytes: float
+    ahead_bytes: float = math.inf
+    adds_soon: bool = False
+
+
+def overlapping(
+    nodes: Sequence[Node],
+    given: Iterable[Value],
+    results: Sequence[Value],
+    policy: Policy,
+    first: Value | None = None,
+) -> list[Event]:
+    """Returns the order of a step whose copies overlap products and updates: [Note: overlap].
+
+    Args:
+      nodes: The step.
+      given: Its arguments.
+      results: Its results.
+      policy: When copies start.
+      first: In a loop, an argument that the step before made: the first start waits for it.
+    """
+    return _Overlapping(nodes, given, results, policy, first).events
+
+
+class _Roles:
+    """What each node is to the order of copies.
+
+    Attributes:
+      end: The first node after the model.
+      made_by: The node that makes a value.
+      used: The values that a node or a result needs.
+      simple: Values made of arguments alone, without an anchor.
+      is_start: Starts on whose copies something depends. Others run alone, and XLA leaves them out.
+      is_hoisted: Nodes that run as soon as they can: starts, and what they need that is simple or
+        after the model.
+      is_lazy: Nodes that run only when a result is needed: waits, sums, what is made of them and of
+        simple values alone, and all after the model.
+      is_ahead: Gathers of simple values.
+      rank: The order of nodes that can run at the same time: as results are needed.
+      wait_of: The node that waits for a target.
+      exchanges_of: For sums that are lazy: the exchanges whose parts they add; and the inverse.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Node], given: Iterable[Value], results: Sequence[Value]
+    ) -> None:
+        self._nodes = nodes
+        self.made_by = {v: i for i, node in enumerate(nodes) for v in node.makes}
+        self.end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
+        live = self._live(results)
+        self.is_start = [node.is_start and i in live for i, node in enumerate(nodes)]
+        waits = [i for i, node in enumerate(nodes) if node.is_wait and i in live]
+        self.wait_of = {nodes[i].needs[0]: i for i in waits}
+        self.simple = self._made_of(given)
+        self.is_hoisted = self._hoisted()
+        lazy = self._lazy()
+        self.is_lazy = [x and not hoisted for x, hoisted in zip(lazy, self.is_hoisted, strict=True)]
+        self.is_ahead = [
+            x and node.is_gather and self.simple.issuperset(node.needs)
+            for x, node in zip(self.is_start, nodes, strict=True)
+        ]
+        self.rank = self._ranks()
+        self.exchanges_of, self.sums_of = self._exchanges()
+
+    def _live(self, results: Sequence[Value]) -> set[int]:
+        """The nodes on which results or effects depend."""
+        live = {i for i, node in enumerate(self._nodes) if node.has_effects}
+        self.used = set(results)
+        for i in reversed(range(len(self._nodes))):
+            if i in live or not self.used.isdisjoint(self._nodes[i].makes):
+                live.add(i)
+                self.used.update(self._nodes[i].needs)
+        return live
+
+    def _made_of(self, given: Iterable[Value]) -> set[Value]:
+        simple = set(given)
+        for node in self._nodes:
+            if not node.is_anchor and simple.issuperset(node.needs):
+                simple.update(node.makes)
+        return simple
+
+    def _lazy(self) -> list[bool]:
+        lazy, found = set[Value](), []
+        for i, node in enumerate(self._nodes):
+            found.append(self._is_lazy(i, lazy))
+            lazy |= set(node.makes) if found[-1] else set()
+        return found
+
+    def _is_lazy(self, i: int, lazy: set[Value]) -> bool:
+        """Whether a node runs only when its result is needed; ``lazy``: results of such nodes."""
+        node = self._nodes[i]
+        if node.is_wait or node.is_sum:
+            return True
+        if node.is_anchor or self.is_start[i]:
+            return False
+        if i >= self.end:  # the optimizer
+            return True
+        if node.has_effects:
+            return False
+        used = set(node.needs) - (self.simple - lazy)
+        return bool(used) and used <= lazy
+
+    def _hoisted(self) -> list[bool]:
+        found = list(self.is_start)
+        for i in reversed(range(len(self._nodes))):
+            if not found[i]:
+                continue
+            for v in self._nodes[i].needs:
+                k = self.made_by.get(v, -1)
+                is_early = k >= self.end or v in self.simple
+                if k >= 0 and is_early and not (self._nodes[k].is_wait or self._nodes[k].is_anchor):
+                    found[k] = True
+        return found
+
+    def _exchanges(self) -> tuple[dict[int, set[int]], dict[int, list[int]]]:
+        exchanges, sums = dict[int, set[int]](), dict[int, list[int]]()
+        for i, node in enumerate(self._nodes):
+            if not (self.is_lazy[i] and node.is_anchor):
+                continue
+            stack, seen = list(node.needs), set[int]()
+            while stack:
+                k = self.made_by.get(stack.pop(), -1)
+                if k < 0 or k in seen:
+                    continue
+                seen.add(k)
+                if self.is_start[k]:
+                    exchanges.setdefault(i, set()).add(k)
+                    sums.setdefault(k, []).append(i)
+                elif self.is_lazy[k] and not self._nodes[k].is_anchor:
+                    stack += self._nodes[k].needs
+        return exchanges, sums
+
+    def _ranks(self) -> dict[int, int]:
+        order, seen = dict[int, int](), set[int]()
+
+        def makers(values: Sequence[Value]) -> list[tuple[int, bool]]:
+            found = (self.made_by.get(v, -1) for v in reversed(values))
+            return [(i, False) for i in found if i >= 0 and (self.is_lazy[i] or self.is_hoisted[i])]
+
+        for i, node in enumerate(self._nodes):
+            stack = [] if self.is_lazy[i] or self.is_hoisted[i] else makers(node.needs)
+            while stack:
+                k, are_needs_done = stack.pop()
+                if are_needs_done:
+                    order[k] = len(order) - len(self._nodes)
+                elif k not in seen:
+                    seen.add(k)
+                    stack += [(k, True), *makers(self._nodes[k].needs)]
+        return order
+
+
+class _Overlapping:
+    """Makes the events of ``overlapping``, as if it evaluated the step."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        given: Iterable[Value],
+        results: Sequence[Value],
+        policy: Policy,
+        first: Value | None,
+    ) -> None:
+        given = list(given)
+        self.events: list[Event] = []
+        self._nodes, self._policy, self._roles = nodes, policy, _Roles(nodes, given, results)
+        self._known = set(given)
+        self._done = [False] * len(nodes)
+        self._ready = _Ready()
+        self._together: list[int] = []  # starts that travel together, when there are enough
+        self._ahead: collections.deque[int] = collections.deque()  # gathers that could start
+        self._group_of: dict[Value, tuple[int, ...]] = {}  # by target: what started together
+        self._bytes_ahead = 0  # of gathers that started before what they need was known
+        self._to_add: tuple[int, ...] = ()  # exchanges whose sums wait for the next ones to start
+        # Targets of starts for which no anchor waits yet. At first the step before, for starts.
+        self._pending: list[Value] = [] if first is None else [first]
+        self._last: Value | None = None  # a result of the last anchor
+        self._all(results)
+
+    def _all(self, results: Sequence[Value]) -> None:
+        roles = self._roles
+        for i, is_hoisted in enumerate(roles.is_hoisted):
+            if is_hoisted:
+                missing = set(self._nodes[i].needs) - self._known
+                self._ready.add(i, missing, roles.rank.get(i))
+        self._run_ready()
+        self._start_ahead()
+        for i in range(len(self._nodes)):  # the model, then sums and updates
+            if not (roles.is_lazy[i] or roles.is_hoisted[i]):
+                self._run(i)
+                self._run_ready()
+        for i in range(roles.end, len(self._nodes)):
+            if self._nodes[i].has_effects:
+                self._run(i)
+        self._start_together()
+        if self._last is not None:  # for which the last waits wait: they wait for all starts, too
+            self._tie([self._last, *self._pending])
+        self._demand(results)
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            self._run(self._ready.pop())
+
+    def _run(self, i: int) -> None:
+        """Runs a node, after those that it needs."""
+        if not self._done[i]:
+            self._demand(self._nodes[i].needs)
+            self._evaluate(i)
+
+    def _demand(self, values: Sequence[Value]) -> None:
+        """Runs what some values need."""
+        stack = list(reversed(values))
+        while stack:
+            v = stack[-1]
+            if v in self._known:
+                stack.pop()
+                continue
+            i = self._roles.made_by[v]
+            missing = [u for u in self._nodes[i].needs if u not in self._known]
+            if self._done[i]:  # a start, which has been collected
+                self._start_ahead(until=v)
+                self._start_together()
+            elif missing:
+                stack += missing[::-1]
+            else:
+                self._evaluate(i)
+
+    def _evaluate(self, i: int) -> None:
+        """Runs a node whose needs are known."""
+        if self._done[i]:  # as one of several waits
+            return
+        self._done[i] = True
+        node, roles = self._nodes[i], self._roles
+        if roles.is_ahead[i]:
+            self._ahead.append(i)
+        elif roles.is_start[i]:
+            self._add(i)
+        elif node.is_wait and node.needs[0] in self._group_of:
+            self._wait_for(self._group_of[node.needs[0]])
+        else:
+            if node.is_anchor:
+                self._before_anchor(i)
+            self._does(Run(i), node.makes)
+            if node.is_anchor:
+                self._after_anchor(i)
+
+    def _before_anchor(self, i: int) -> None:
+        """Lets an anchor wait for starts: they run when it does, not later."""
+        gathers = any(self._nodes[k].is_gather for k in self._together[:1])
+        if i >= self._roles.end or gathers:  # nothing else will travel with them
+            self._start_together()
+        made = [v for v in self._nodes[i].needs if v in self._roles.made_by][:1]
+        if made:  # a barrier around an argument might copy it
+            self._tie([*made, *self._pending])
+            self._pending = []
+
+    def _after_anchor(self, i: int) -> None:
+        """Later waits wait for the anchor."""
+        signals = self._nodes[i].signals
+        if not signals:
+            return
+        used = [v for v in signals if v in self._roles.used]  # XLA removes others
+        self._last = (used or signals)[0]
+        if self._roles.is_lazy[i]:  # a sum: the next product waits for it
+            self._pending.append(self._last)
+
+    def _add(self, i: int) -> None:
+        """Lets a start travel with those before it, unless they are many bytes already."""
+        first = self._together[:1]
+        if first and self._nodes[first[0]].travels_with != self._nodes[i].travels_with:
+            self._start_together()
+        self._together.append(i)
+        if self._bytes_of(self._together) >= self._policy.together_bytes:
+            self._start_together()
+
+    def _bytes_of(self, starts: Iterable[int]) -> int:
+        return sum(self._nodes[i].num_bytes for i in starts)
+
+    def _start_ahead(self, until: Value | None = None) -> None:
+        """Starts gathers of what is known from the beginning, as results are needed.
+
+        Until the target ``until`` has started, if it is one of them, and bytes are on their way.
+        """
+        targets = [self._nodes[i].makes[0] for i in self._ahead]
+        needed = targets.index(until) + 1 if until in targets else 0
+        limit = self._policy.ahead_bytes
+        if not self._ahead or (not needed and self._bytes_ahead >= limit):
+            return
+        self._start_together()  # others
+        while self._ahead and (needed > 0 or self._bytes_ahead < limit):
+            self._bytes_ahead += self._bytes_of([self._ahead[0]])
+            self._add(self._ahead.popleft())
+            needed -= 1
+        self._start_together()
+
+    def _start_together(self) -> None:
+        if not self._together:
+            return
+        group, self._together = tuple(self._together), []
+        if self._pending:  # starts keep their order
+            self._tie([*self._nodes[group[0]].needs[:1], self._pending[-1]])
+        started = [self._nodes[i].makes[0] for i in group]
+        self._does(Start(group), started)
+        self._group_of |= dict.fromkeys(started, group)
+        self._pending += started
+        if self._policy.adds_soon and not self._nodes[group[0]].is_gather:
+            self._add_parts(group)
+
+    def _add_parts(self, started: tuple[int, ...]) -> None:
+        """Adds what the exchanges before have brought, while those that have started travel."""
+        roles = self._roles
+        arrived, self._to_add = self._to_add, started
+        for k in dict.fromkeys(k for i in arrived for k in roles.sums_of.get(i, ())):
+            if all(self._nodes[i].makes[0] in self._group_of for i in roles.exchanges_of[k]):
+                self._run(k)
+
+    def _wait_for(self, group: tuple[int, ...]) -> None:
+        """Waits for what has started together."""
+        started = [self._nodes[i].makes[0] for i in group]
+        self._tie(self._pending)  # for starts in between, too
+        self._pending = [v for v in self._pending if v not in started]
+        waits = tuple(self._roles.wait_of[v] for v in started)
+        for i in waits:
+            self._done[i] = True
+        made = [v for i in waits for v in self._nodes[i].makes]
+        self._does(Wait(group, waits, self._last), made)
+        ahead = [i for i in group if self._roles.is_ahead[i]]
+        self._bytes_ahead -= self._bytes_of(ahead)
+        if ahead:
+            self._start_ahead()
+
+    def _does(self, event: Event, made: Iterable[Value]) -> None:
+        self.events.append(event)
+        for v in made:
+            self._known.add(v)
+            self._ready.found(v)
+
+    def _tie(self, values: Sequence[Value]) -> None:
+        tied = tuple(dict.fromkeys(values))
+        if len(tied) > 1:
+            self.events.append(Tie(tied))
+
+
+def early(
+    nodes: Sequence[Node], given: Sequence[Value], results: Sequence[Value], lag: float
+) -> list[Event]:
+    """Returns the order of a step whose updates are early: [Note: early updates].
+
+    The model runs in order, everything else as soon as possible.
+
+    Args:
+      nodes: The step.
+      given: Its arguments.
+      results: Its results. The first ones replace the first arguments, one by one.
+      lag: The number of updates for which a product does not wait.
+    """
+    end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
+    after = _last_uses(nodes, given, results, end)
+    events, ready = list[Event](), _Ready()
+    unknown = {v for node in nodes for v in node.makes}
+    for i in range(end, len(nodes)):
+        ready.add(i, {*nodes[i].needs, *after.get(i, ())} & unknown)
+
+    def run(i: int) -> None:
+        if i in after:  # its first operand are coefficients, which wait for no other call
+            events.append(Tie(tuple(dict.fromkeys([nodes[i].needs[0], *after[i]]))))
+        events.append(Run(i))
+        for v in nodes[i].makes:
+            ready.found(v)
+
+    is_late = [i >= end and node.is_gather for i, node in enumerate(nodes)]
+    gathered = [v for i, node in enumerate(nodes) if is_late[i] for v in node.needs]
+    norms = [v for node in nodes[end:] if node.is_norm for v in node.makes]
+    outputs, made, late = {*results, *gathered, *norms}, set[Value](), list[int]()
+    # Results before the first kernel call and after each, for which no product waited.
+    calls: list[list[Value]] = [[]]
+    for i in range(end):
+        waits_for = calls[: int(max(0, len(calls) - lag))]
+        if nodes[i].is_product and any(waits_for):
+            operands = [v for v in nodes[i].needs if v in made]
+            events.append(
+                Tie(tuple(dict.fromkeys([*operands, *(v for x in waits_for for v in x)])))
+            )
+            calls = calls[len(waits_for) :] or [[]]
+        run(i)
+        made.update(nodes[i].makes)
+        while ready:
+            k = ready.pop()
+            if is_late[k]:
+                late.append(k)
+                continue
+            run(k)
+            if k in after:
+                calls.append([])
+            calls[-1] += [v for v in nodes[k].makes if v in outputs]
+    for k in late:
+        ready.add(k)
+    while ready:
+        run(ready.pop())
+    return events
+
+
+def _last_uses(
+    nodes: Sequence[Node], given: Sequence[Value], results: Sequence[Value], end: int
+) -> dict[int, list[Value]]:
+    """For updates that make a new argument: results of the last nodes that need the old one.
+
+    Only nodes of the model count. A value made of one argument alone is that argument: a barrier
+    returns its operands themselves, and XLA computes a transpose at its use.
+    """
+    last_use, made_by, argument_of = dict[Value, Value](), dict[Value, int](), {v: v for v in given}
+    for i, node in enumerate(nodes):
+        made_by |= dict.fromkeys(node.makes, i)
+        if i >= end or not node.makes:
+            continue
+        sources = {argument_of.get(v) for v in node.needs}
+        if node.passed_on is not None:
+            pairs = zip(node.makes, node.passed_on, strict=True)
+            argument_of |= {new: argument_of[old] for new, old in pairs if old in argument_of}
+        elif len(sources) == 1 and None not in sources and not node.is_product:
+            argument_of |= dict.fromkeys(node.makes, sources.pop())
+        else:
+            last_use |= {x: node.makes[0] for x in sources if x is not None}
+    found: dict[int, list[Value]] = {}
+    for old, new in zip(given, results, strict=False):
+        stack, seen = [new] if old in last_use else [], set[int]()
+        while stack:
+            i = made_by.get(stack.pop(), -1)
+            if i < end or i in seen:
+                continue
+            seen.add(i)
+            if nodes[i].is_update:
+                found.setdefault(i, []).append(last_use[old])
+            else:
+                stack += nodes[i].needs
+    return found
+
+
+class _Ready:
+    """Nodes that become ready when all values that they wait for are known."""
+
+    def __init__(self) -> None:
+        self._waiting = collections.defaultdict[Value, list[int]](list)
+        self._num_missing: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+        self._ready: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        """Whether a node is ready."""
+        return bool(self._ready)
+
+    def add(self, i: int, missing: Collection[Value] = (), rank: int | None = None) -> None:
+        """Adds a node that waits for values; of ready ones the lowest rank is first."""
+        unknown = set(missing)
+        self._ranks[i], self._num_missing[i] = i if rank is None else rank, len(unknown)
+        for v in unknown:
+            self._waiting[v].append(i)
+        if not unknown:
+            heapq.heappush(self._ready, (self._ranks[i], i))
+
+    def found(self, v: Value) -> None:
+        """A value is known."""
+        for i in self._waiting.pop(v, ()):
+            self._num_missing[i] -= 1
+            if not self._num_missing[i]:
+                heapq.heappush(self._ready, (self._ranks[i], i))
+
+    def pop(self) -> int:
+        """Removes the first node that is ready."""
+        return heapq.heappop(self._ready)[1]
+
+
+def lines_of(
+    nodes: Sequence[Node], events: Sequence[Event], bodies: Mapping[int, Sequence[str]]
+) -> list[str]:
+    """Returns events as text: a line for each copy, wait and anchor; other nodes are counted.
+
+    Args:
+      nodes: The nodes.
+      events: Their events.
+      bodies: The lines of the steps of loops, by node.
+    """
+    found, others = list[str](), 0
+    for event in events:
+        if isinstance(event, Tie):
+            continue
+        if isinstance(event, Run) and not (nodes[event.node].is_anchor or event.node in bodies):
+            others += 1
+            continue
+        if others:
+            found.append(f"{others} other operations")
+            others = 0
+        if isinstance(event, Run):
+            found.append(nodes[event.node].name)
+            found += ["  " + line for line in bodies.get(event.node, ())]
+        elif isinstance(event, Start):
+            some = [nodes[i] for i in event.nodes]
+            what = "gather" if some[0].is_gather else "exchange"
+            size = sum(node.num_bytes for node in some) / 1e6
+            found.append(f"start {what}, {size:.3g} MB: {_names(some)}")
+        else:
+            found.append(f"wait for {_names([nodes[i] for i in event.starts])}")
+    return found + ([f"{others} other operations"] if others else [])
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    names = [node.name for node in nodes]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
