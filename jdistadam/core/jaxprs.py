@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,18 @@ def name_of(eqn: Any) -> str:
     """The name of an equation; a custom call has its target's."""
     name: str = eqn.params.get("target_name", eqn.primitive.name)
     return name
+
+
+def scope_of(eqn: Any) -> list[str]:
+    """The scopes in which an equation was traced, without our own, and of which pass it is."""
+    scope = str(eqn.source_info.name_stack)
+    if "transpose(" in scope:
+        of_pass = ["backward"]
+    else:
+        of_pass = ["forward"] if "jvp(" in scope else []
+    inner = re.sub(r"(transpose|jvp|rematted_computation|checkpoint|vmap)\(?|\)", "", scope)
+    names = [x for x in inner.partition("jdistadam/")[0].split("/") if x]
+    return ["/".join(names), *of_pass] if names else of_pass
 
 
 def contains(eqn: Any, names: Collection[str]) -> bool:

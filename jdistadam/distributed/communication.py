@@ -331,7 +331,8 @@ def _exchanged(phase: Phase, x: jax.Array, dim: int) -> Parts:
     # The reshape keeps XLA from adding what is not rounded yet.
     apart = x.reshape((*x.shape[:dim], exchange.devices, length, *x.shape[dim + 1 :]))
     own = collectives.keep_cast(apart, exchange.dtype).reshape(x.shape)
-    received = copies.exchange(own, dim=dim, groups=exchange.groups)
+    with jax.named_scope(exchange.name):
+        received = copies.exchange(own, dim=dim, groups=exchange.groups)
     return Parts(own, received, Cut(part, dim, exchange.groups))
 
 
@@ -380,7 +381,8 @@ def gathered_params(
     bucket = entry.bucket
     if is_whole:
         (gather,) = entry.after_update
-        return copies.gather_in_place(new, dim=bucket.cut_dim, groups=gather.groups)
+        with jax.named_scope(gather.name):
+            return copies.gather_in_place(new, dim=bucket.cut_dim, groups=gather.groups)
     new = gather_parameters(entry.after_update, new, bucket.cut_dim)
     equal = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
     return collectives.to_invariant(new, equal)
@@ -401,7 +403,8 @@ def gather_parameters(phase: Phase, shard: jax.Array, dim: int, to: str = "invar
     for gather in phase:
         whole = collectives.round_to(whole, gather.dtype)
         if gather.groups:
-            whole = copies.gather(whole, dim=dim, groups=gather.groups, to=to)
+            with jax.named_scope(gather.name):
+                whole = copies.gather(whole, dim=dim, groups=gather.groups, to=to)
         else:
             whole = collectives.all_gather(whole, gather.axes, dim=dim, to=to)
     return whole.astype(shard.dtype)

@@ -24,6 +24,7 @@ Scalars (norm, loss, weights) are not listed.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,17 @@ class Collective:
     is_optional: bool = False
     when: str = "step"
     groups: Groups = ()
+
+    @property
+    def name(self) -> str:
+        """The first of its leaves, and how many more: for profiles and ``step.order``.
+
+        A leaf that the model gathers itself has no name.
+        """
+        if not self.leaves:
+            return "model"
+        first = ".".join(re.findall(r"[\w-]+", self.leaves[0].removeprefix("params")))
+        return first + (f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else "")
 
     @property
     def transport(self) -> str:

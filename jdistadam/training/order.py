@@ -583,34 +583,27 @@ class _Ready:
 def lines_of(
     nodes: Sequence[Node], events: Sequence[Event], bodies: Mapping[int, Sequence[str]]
 ) -> list[str]:
-    """Returns events as text: a line for each copy, wait and anchor; other nodes are counted.
+    """Returns events as text: a line for each copy, wait and anchor.
 
     Args:
       nodes: The nodes.
       events: Their events.
       bodies: The lines of the steps of loops, by node.
     """
-    found, others = list[str](), 0
+    found = list[str]()
     for event in events:
-        if isinstance(event, Tie):
-            continue
-        if isinstance(event, Run) and not (nodes[event.node].is_anchor or event.node in bodies):
-            others += 1
-            continue
-        if others:
-            found.append(f"{others} other operations")
-            others = 0
         if isinstance(event, Run):
-            found.append(nodes[event.node].name)
-            found += ["  " + line for line in bodies.get(event.node, ())]
+            i = event.node
+            found += [nodes[i].name] if nodes[i].is_anchor or i in bodies else []
+            found += ["  " + line for line in bodies.get(i, ())]
         elif isinstance(event, Start):
             some = [nodes[i] for i in event.nodes]
             what = "gather" if some[0].is_gather else "exchange"
             size = sum(node.num_bytes for node in some) / 1e6
-            found.append(f"start {what}, {size:.3g} MB: {_names(some)}")
-        else:
+            found.append(f"start {what} of {size:.3g} MB: {_names(some)}")
+        elif isinstance(event, Wait):
             found.append(f"wait for {_names([nodes[i] for i in event.starts])}")
-    return found + ([f"{others} other operations"] if others else [])
+    return found
 
 
 def _names(nodes: Sequence[Node]) -> str:

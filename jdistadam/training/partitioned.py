@@ -22,6 +22,7 @@ from jdistadam.distributed.model_axes import cut_twice
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, MeshError
 from jdistadam.training.overlap import with_overlap
+from jdistadam.training.reordered import Ordered
 from jdistadam.training.train_state import TrainState
 
 _Region = Callable[[TrainState, Any], tuple[TrainState, Any]]
@@ -34,6 +35,7 @@ def over_devices(
     specs: TrainState,
     batch_spec: P,
     result_specs: Any,
+    seen: Callable[[Ordered], None] = lambda ordered: None,
 ) -> _Region:
     """Maps the program of a device over the mesh.
 
@@ -44,12 +46,15 @@ def over_devices(
       specs: PartitionSpecs of the state over all axes.
       batch_spec: PartitionSpec of the batch over all axes.
       result_specs: PartitionSpecs of the results other than the state, over data axes.
+      seen: Called with the order of the program, if it is another than it is written in.
     """
+    jaxprs.warn_of_unknown()
     if tx.config.has_model_axes:
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
     if tx.config.communication.is_peer:
         saves_memory, unrolls = tx.config.parallel.shards_grads, tx.config.parallel.is_on_gpu
-        on_a_device = with_overlap(on_a_device, saves_memory=saves_memory, unrolls=unrolls)
+        options: dict[str, Any] = dict(saves_memory=saves_memory, unrolls=unrolls)
+        on_a_device = with_overlap(on_a_device, **options, seen=seen)
     # Without vma checks: gradients of replicated params stay local, and models may use
     # primitives (Pallas, scans from a zero carry) that the check does not accept.
     return compat.shard_map(

@@ -81,10 +81,15 @@ def _size(v: Any) -> int:
 
 
 def _name_of(eqn: Any) -> str:
-    """What an operation is, and for which part of the model."""
-    scope = str(eqn.source_info.name_stack)
-    of = jaxprs.name_of(eqn)
-    return f"{of} {scope}" if scope else of
+    """What an operation is, of which part of the model, and its first result."""
+    name = jaxprs.name_of(eqn)
+    words = [] if name in (copies.START, copies.WAIT) else [_WORDS.get(name, name)]
+    words += jaxprs.scope_of(eqn)
+    return " ".join([*words, eqn.outvars[0].aval.str_short() if eqn.outvars else ""])
+
+
+_WORDS = {"dot_general": "product", "conv_general_dilated": "convolution", parts.SUM: "sum"}
+_WORDS |= dict.fromkeys([*UPDATES, parts.STEP], "update")
 
 
 def evaluate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jdistadam.training.local_gradients import Forward, LocalResult, local_gradi
 from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.remembered import Leaves
+from jdistadam.training.reordered import Ordered
 from jdistadam.training.train_state import TrainState
 
 _LAG = 4  # windows, while gradients are summed over devices: up to 134 MB in bfloat16
@@ -43,6 +45,7 @@ class StepProgram:
     tx: DistributedTransformation
     loss_function: LossFunction
     options: StepOptions
+    seen: Callable[[Ordered], None] = lambda ordered: None  # called with its order
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -66,6 +69,7 @@ class StepProgram:
             specs=specs,
             batch_spec=self.batch_spec,
             result_specs=self._metrics_specs(tx),
+            seen=self.seen,
         )(state, batch)
 
     def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -73,7 +77,7 @@ class StepProgram:
         if not config.updates_early:
             return self._step(state, batch)
         lag = _LAG if config.parallel.num_devices > 1 else 1
-        return with_early_updates(self._step, lag=lag)(state, batch)
+        return with_early_updates(self._step, lag=lag, seen=self.seen)(state, batch)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         tx, axes = self.tx, self.tx.config.parallel.data_axes

@@ -12,6 +12,7 @@ backward pass behind a barrier unless it has ``prevent_cse=False``, which is eno
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from jdistadam.training.admission import Gate
 from jdistadam.training.loss import LossFunction
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import check_batch_spec
+from jdistadam.training.reordered import Ordered
 from jdistadam.training.step_program import StepOptions, StepProgram, flattened
 from jdistadam.training.train_state import TrainState
 
@@ -49,10 +51,16 @@ _BLOCKS_APART = dict.fromkeys(_MERGED, 1)
 _FEWER_MERGED = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 64 << 20}
 _PIPELINED = {
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
-    "xla_gpu_enable_pipelined_all_gather": True,  # its name in jaxlib 0.10
+    "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+
+_OTHER_NAMES = {  # of an option in jaxlib 0.10, and since
+    "xla_gpu_pipeline_all_gather": "xla_gpu_enable_pipelined_all_gather",
+    "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
 }
 
 
@@ -76,8 +84,21 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
         separate = _BLOCKS_APART
     elif config.updates_early:
         separate = _FEWER_MERGED
-    merged, mesh = _MERGED | separate, config.mesh
-    return merged | {name: x for name, x in wanted.items() if _is_known(name, x, mesh)}
+    known = {name: x for name, x in wanted.items() if _is_known(name, x, config.mesh)}
+    known_as = known.keys() | {_OTHER_NAMES.get(name) for name in known}
+    if lost := [name for name in wanted if name not in known_as]:
+        _warn_of_lost(*lost)
+    return _MERGED | separate | known
+
+
+@functools.cache  # once for a process
+def _warn_of_lost(*names: str) -> None:
+    warnings.warn(
+        f"train_step: this XLA does not know {', '.join(names)}: results are the same, but "
+        "collectives of scanned layers may not overlap the layers, and steps take longer. "
+        "Use a version of jdistadam for this JAX, or an older JAX.",
+        stacklevel=2,
+    )
 
 
 @functools.cache
@@ -171,6 +192,36 @@ class TrainStep:
                 "a third longer. Pass jax.jit(..., compiler_options=step.compiler_options).",
                 stacklevel=3,
             )
+
+    def order(self, state: Any, batch: Any) -> str:
+        """Returns what a step does, in order: a line for each copy, wait, product and update.
+
+        Copies over peer memory, and early updates, run beside the model because the step is
+        evaluated in this order, which the compiled program keeps. Look at it first when a step is
+        slow: the products between the start of a copy and its wait hide the copy. Without both, XLA
+        orders the program, and there are no lines.
+
+        Args:
+          state: A train state, or its shapes.
+          batch: A batch, or its shapes.
+
+        Returns:
+          The lines. Steps of loops are indented. A name is that of the parameter, or the scopes of
+          the model, as in a profile; then come dtype and shape of the result.
+
+        Example:
+          >>> import jdistadam as jda
+          >>> mesh = jax.make_mesh((2,), ("data",))
+          >>> tx = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, communication="peer",
+          ...                      policy=jda.MixedPrecisionPolicy(grad_reduce_dtype="float32"))
+          >>> step = jda.train_step(lambda params, x: jnp.sum(x @ params["w"]), tx)
+          >>> state = TrainState.shapes({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)}, tx)
+          >>> print(step.order(state, jnp.ones((4, 512))))
+        """
+        found = list[Ordered]()
+        batch = self._gate.admit_types(state, batch)
+        jax.eval_shape(dataclasses.replace(self._step, seen=found.append), state, batch)
+        return "\n".join(found[-1].lines) if found else ""
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
