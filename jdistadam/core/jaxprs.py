@@ -90,6 +90,11 @@ def has_effects(eqn: Any) -> bool:
     return any(type(effect).__name__ != _OF_AXES for effect in eqn.effects)
 
 
+def has_ordered_effects(eqn: Any) -> bool:
+    """Whether an equation has effects that keep their order, as an ordered callback has."""
+    return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
+
+
 def is_barrier(eqn: Any) -> bool:
     """Whether it returns its operands when all of them are there."""
     return bool(eqn.primitive.name == _BARRIER)
@@ -421,8 +426,10 @@ def _of_gathers() -> bool:
 
 def _of_effects() -> bool:
     shown = _only(lambda x: jax.debug.callback(lambda x: None, x), has_effects)
+    ordered = _only(lambda x: jax.debug.callback(lambda x: None, x, ordered=True), has_effects)
     indices = lambda x: collectives.axis_index(("i",)) * 1  # noqa: E731
-    return bool(shown) and not any(map(has_effects, _inside(indices)))
+    are_known = has_ordered_effects(ordered) and not has_ordered_effects(shown)
+    return are_known and not any(map(has_effects, _inside(indices)))
 
 
 def _of_products() -> bool:

@@ -8,7 +8,7 @@ Question                                                            train  eval 
 3.  Is it traced? Then only types are asked, and 8 to 10 skipped.   x      x
 4.  Has it values, which were given to no other step?               x      x     x     x
 5.  Is it in the memory that ``state_memory`` says?                 x      x     x
-6.  Is it on this mesh, with the parts of this optimizer?           x      x
+6.  Is it on this mesh, with the fields of this optimizer?          x      x     f.    f.
 7.  Has it the layout of this optimizer?                            x      x     x     x
 8.  Do all processes call the same program?                         x      x
 9.  Do its params follow its main parameters?                       x            x
@@ -37,7 +37,12 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import host_memory
-from jdistadam.distributed.checks import check_alive, check_layout_of, check_placement
+from jdistadam.distributed.checks import (
+    check_alive,
+    check_layout_of,
+    check_options,
+    check_placement,
+)
 from jdistadam.distributed.global_arrays import apart, brought, type_of
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import compared_with_main
@@ -185,6 +190,7 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
     check_train_state(state)
     sharded = find_state(state.opt_state)
     check_alive(sharded)
+    check_options(tx.config, sharded)  # what this optimizer does not know would be lost
     text = tx.config.layout_text(tx.layout(state.params))
     return check_layout_of(sharded, text, digest=Memory.of(state).digest)
 

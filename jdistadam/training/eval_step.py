@@ -18,7 +18,6 @@ from jdistadam.core.arguments import out_of_range
 from jdistadam.core.trees import Params
 from jdistadam.distributed.accumulate import valid_weight
 from jdistadam.distributed.average import averaged_leaves
-from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.layout_text import differs
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
@@ -293,7 +292,6 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
             "ema_params: this optimizer keeps no average: got ema_decay=None, expected a number. "
             "Make it with distributed(..., ema_decay=0.999)."
         )
-    check_options(config, average)
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
 
     def local(params: Params, ema: Any) -> Any:

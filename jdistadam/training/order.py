@@ -40,6 +40,7 @@ class Node:
       is_gather: Whether it starts a gather of parameters, or is one of XLA's; else an exchange.
       is_norm: Whether it computes norms of gradients.
       has_effects: Whether it does more than make results.
+      is_ordered: Whether its effects keep their order, as those of an ordered callback.
       num_bytes: Bytes of the target of a start.
       travels_with: Starts travel together only if this is equal.
       signals: Results for which a later wait can wait, the best one first; of anchors.
@@ -57,6 +58,7 @@ class Node:
     is_gather: bool = False
     is_norm: bool = False
     has_effects: bool = False
+    is_ordered: bool = False
     num_bytes: int = 0
     travels_with: Hashable = None
     signals: tuple[Value, ...] = ()
@@ -140,7 +142,7 @@ class _Roles:
       end: The first node after the model.
       made_by: The node that makes a value.
       used: The values that a node or a result needs.
-      simple: Values made of arguments alone, without an anchor.
+      simple: Values made of arguments alone, without an anchor or an ordered effect.
       is_start: Starts on whose copies something depends. Others run alone, and XLA leaves them out.
       is_hoisted: Nodes that run as soon as they can: starts, and what they need that is simple or
         after the model.
@@ -186,7 +188,8 @@ class _Roles:
     def _made_of(self, given: Iterable[Value]) -> set[Value]:
         simple = set(given)
         for node in self._nodes:
-            if not node.is_anchor and simple.issuperset(node.needs):
+            is_other = node.is_anchor or node.is_ordered
+            if not is_other and simple.issuperset(node.needs):
                 simple.update(node.makes)
         return simple
 
@@ -218,9 +221,10 @@ class _Roles:
                 continue
             for v in self._nodes[i].needs:
                 k = self.made_by.get(v, -1)
-                is_early = k >= self.end or v in self.simple
-                if k >= 0 and is_early and not (self._nodes[k].is_wait or self._nodes[k].is_anchor):
-                    found[k] = True
+                if k < 0 or not (k >= self.end or v in self.simple):
+                    continue
+                maker = self._nodes[k]
+                found[k] |= not (maker.is_wait or maker.is_anchor or maker.is_ordered)
         return found
 
     def _exchanges(self) -> tuple[dict[int, set[int]], dict[int, list[int]]]:
@@ -274,6 +278,7 @@ class _Overlapping:
         given = list(given)
         self.events: list[Event] = []
         self._nodes, self._policy, self._roles = nodes, policy, _Roles(nodes, given, results)
+        self._needs = _with_effects_in_order(nodes)
         self._known = set(given)
         self._done = [False] * len(nodes)
         self._ready = _Ready()
@@ -291,7 +296,7 @@ class _Overlapping:
         roles = self._roles
         for i, is_hoisted in enumerate(roles.is_hoisted):
             if is_hoisted:
-                missing = set(self._nodes[i].needs) - self._known
+                missing = set(self._needs[i]) - self._known
                 self._ready.add(i, missing, roles.rank.get(i))
         self._run_ready()
         self._start_ahead()
@@ -314,7 +319,7 @@ class _Overlapping:
     def _run(self, i: int) -> None:
         """Runs a node, after those that it needs."""
         if not self._done[i]:
-            self._demand(self._nodes[i].needs)
+            self._demand(self._needs[i])
             self._evaluate(i)
 
     def _demand(self, values: Sequence[Value]) -> None:
@@ -325,8 +330,8 @@ class _Overlapping:
             if v in self._known:
                 stack.pop()
                 continue
-            i = self._roles.made_by[v]
-            missing = [u for u in self._nodes[i].needs if u not in self._known]
+            i = v.node if isinstance(v, _Effect) else self._roles.made_by[v]
+            missing = [u for u in self._needs[i] if u not in self._known]
             if self._done[i]:  # a start, which has been collected
                 self._start_ahead(until=v)
                 self._start_together()
@@ -350,7 +355,7 @@ class _Overlapping:
         else:
             if node.is_anchor:
                 self._before_anchor(i)
-            self._does(Run(i), node.makes)
+            self._does(Run(i), [*node.makes, _Effect(i)])
             if node.is_anchor:
                 self._after_anchor(i)
 
@@ -451,6 +456,21 @@ class _Overlapping:
             self.events.append(Tie(tied))
 
 
+class _Effect(NamedTuple):
+    """That a node has run: the next one with ordered effects needs it."""
+
+    node: int
+
+
+def _with_effects_in_order(nodes: Sequence[Node]) -> list[tuple[Value, ...]]:
+    """What each node needs; for nodes with ordered effects, also the one before."""
+    found, before = [], list[Value]()
+    for i, node in enumerate(nodes):
+        found.append((*node.needs, *(before if node.is_ordered else ())))
+        before = [_Effect(i)] if node.is_ordered else before
+    return found
+
+
 def early(
     nodes: Sequence[Node], given: Sequence[Value], results: Sequence[Value], lag: float
 ) -> list[Event]:
@@ -467,15 +487,16 @@ def early(
     end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
     after = _last_uses(nodes, given, results, end)
     events, ready = list[Event](), _Ready()
-    unknown = {v for node in nodes for v in node.makes}
+    needs = _with_effects_in_order(nodes)
+    unknown = {v for i, node in enumerate(nodes) for v in (*node.makes, _Effect(i))}
     for i in range(end, len(nodes)):
-        ready.add(i, {*nodes[i].needs, *after.get(i, ())} & unknown)
+        ready.add(i, {*needs[i], *after.get(i, ())} & unknown)
 
     def run(i: int) -> None:
         if i in after:  # its first operand are coefficients, which wait for no other call
             events.append(Tie(tuple(dict.fromkeys([nodes[i].needs[0], *after[i]]))))
         events.append(Run(i))
-        for v in nodes[i].makes:
+        for v in (*nodes[i].makes, _Effect(i)):
             ready.found(v)
 
     is_late = [i >= end and node.is_gather for i, node in enumerate(nodes)]

@@ -68,6 +68,7 @@ def _node_of(eqn: Any) -> Node:
         is_gather=copies.is_start(eqn, gathers=True) or jaxprs.contains(eqn, jaxprs.GATHERS),
         is_norm=jaxprs.contains(eqn, NORMS),
         has_effects=jaxprs.has_effects(eqn),
+        is_ordered=jaxprs.has_ordered_effects(eqn),
         num_bytes=jaxprs.num_bytes(eqn.outvars[0]) if is_start else 0,
         travels_with=copies.kind_of(eqn) if is_start else None,
         signals=tuple(sorted(arrays, key=_size)),  # larger ones may be updated in place

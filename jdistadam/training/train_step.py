@@ -217,6 +217,13 @@ class TrainStep:
           >>> step = jda.train_step(lambda params, x: jnp.sum(x @ params["w"]), tx)
           >>> state = TrainState.shapes({"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)}, tx)
           >>> print(step.order(state, jnp.ones((4, 512))))
+          product forward float32[2,64]
+          product backward float32[64,512]
+          start exchange of 0.0655 MB: w float32[1,256,64]
+          wait for w float32[1,256,64]
+          update float32[512,64]
+          start gather of 0.131 MB: w float32[512,64]
+          wait for w float32[512,64]
         """
         found = list[Ordered]()
         batch = self._gate.admit_types(state, batch)
