@@ -197,9 +197,10 @@ class TrainStep:
         """Returns what a step does, in order: a line for each copy, wait, product and update.
 
         Copies over peer memory, and early updates, run beside the model because the step is
-        evaluated in this order, which the compiled program keeps. Look at it first when a step is
-        slow: the products between the start of a copy and its wait hide the copy. Without both, XLA
-        orders the program, and there are no lines.
+        evaluated in this order. The compiled program keeps it, but for starts that do not depend on
+        a wait before them. Look at it first when a step is slow: the products between the start of
+        a copy and its wait hide the copy. Without both, XLA orders the program, and there are no
+        lines.
 
         Args:
           state: A train state, or its shapes.
