@@ -85,7 +85,7 @@ def test_updates_run_between_products(loss, devices, micro, memory, monkeypatch)
     early = [state]
     for batch in batches:
         early.append(step(early[-1], batch)[0])
-    monkeypatch.setattr(step_program, "with_early_updates", lambda function, *, lag: function)
+    monkeypatch.setattr(step_program, "with_early_updates", lambda function, *, lag, seen: function)
     step, late, _ = made(monkeypatch, LOSSES[loss], devices, micro, memory)
     assert order_of(jax.make_jaxpr(step)(late, batches[0]).jaxpr).endswith(
         "GK" + "K" * (LAYERS - 1)
