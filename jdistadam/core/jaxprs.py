@@ -54,11 +54,12 @@ def num_bytes(atom: Any) -> int:
 
 
 def passed_on(eqn: Any) -> tuple[Any, ...] | None:
-    """For a barrier, its operand for each result that is kept; None for others."""
+    """For a barrier, its operand for each result that is kept, None for a literal; else None."""
     if not is_barrier(eqn):
         return None
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
-    return tuple(old for old, new in pairs if not isinstance(new, core.DropVar))
+    used = [old for old, new in pairs if not isinstance(new, core.DropVar)]
+    return tuple(None if isinstance(v, core.Literal) else v for v in used)
 
 
 def name_of(eqn: Any) -> str:

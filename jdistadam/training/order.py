@@ -44,7 +44,7 @@ class Node:
       num_bytes: Bytes of the target of a start.
       travels_with: Starts travel together only if this is equal.
       signals: Results for which a later wait can wait, the best one first; of anchors.
-      passed_on: For a barrier: its operand for each result.
+      passed_on: For a barrier: its operand for each result, or None.
     """
 
     needs: tuple[Value, ...]
