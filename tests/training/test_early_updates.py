@@ -11,7 +11,7 @@ from jax.extend import core
 
 import jdistadam as jda
 from jdistadam.distributed import calls, host_memory
-from jdistadam.training import early_updates, step_program
+from jdistadam.training import reordered, step_program
 from jdistadam.training.early_updates import with_early_updates
 from support.bits import assert_trees_same_bits
 from support.samples import often
@@ -171,7 +171,7 @@ VIEWS = {
 @pytest.mark.parametrize("lag", [0, 2, math.inf])
 def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, view, monkeypatch):
     """atan2 takes the place of kernel calls: each makes a new matrix from a gradient."""
-    monkeypatch.setattr(early_updates, "UPDATES", {"atan2"})
+    monkeypatch.setattr(reordered, "UPDATES", {"atan2"})
 
     def step(matrices, x):
         found, last, coefficients = {}, 0.0, x
