@@ -121,6 +121,8 @@ def _audit(args: argparse.Namespace) -> int:
     step = train_step(loss_fn, tx, accumulate_steps=args.accumulate_steps)
     found = audit(step, TrainState.shapes(params, tx), batch)
     print(f"{_heading(args, len(devices))}\n\n{found}")
+    if args.order:
+        print(f"\n{found.order or 'XLA orders the step: nothing is copied over peer memory.'}")
     return int(not (found.passed or found.only_widened))
 
 

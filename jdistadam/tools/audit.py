@@ -82,12 +82,14 @@ class Audit:
       scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
       num_devices: Size of the mesh.
       program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
+      order: What the step does, in order, as ``step.order(state, batch)`` returns it.
     """
 
     rows: tuple[AuditRow, ...]
     scalars: int
     num_devices: int
     program: Any = dataclasses.field(repr=False, compare=False)
+    order: str = dataclasses.field(default="", repr=False, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -179,7 +181,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
         AuditRow(*key, 0, 0, elements, models.asynchronous[key], of_model=True)
         for key, elements in sorted(models.elements.items())
     ]
-    return Audit(tuple(rows), scalars, mesh.size, program)
+    return Audit(tuple(rows), scalars, mesh.size, program, step.order(state, batch))
 
 
 class _Elements(NamedTuple):

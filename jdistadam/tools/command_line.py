@@ -106,6 +106,7 @@ def make_parser() -> Parser:
         "audit", "compile a step for the present devices, and compare what it sends with the plan"
     )
     _add_optimizer_arguments(audit)
+    audit.add_argument("--order", action="store_true", help="print what the step does, in order")
     return parser
 
 
