@@ -567,6 +567,7 @@ def test_copies_refuse_to_run_one_by_one(cpu_mesh):
 
 
 @pytest.mark.parametrize("options", [{}, ONCE, BLOCKS], ids=["optim", "once", "blocks"])
+@often(lambda options: options is ONCE)
 def test_the_compiled_program_keeps_the_printed_order(h200s, small_groups, options):
     """Of starts and sums, and of waits and sums; a start may move before a wait it does not need."""
     mesh = h200s(N)
