@@ -155,7 +155,7 @@ class Storage:
 
     def codec_of(self, moment: str) -> Codec:
         """Returns how the moment "mu" or "nu" is stored, if that is decided here."""
-        return self.nu if moment == "nu" else self.mu or FLOAT32
+        return {"mu": self.mu or FLOAT32, "nu": self.nu}[moment]
 
     def float_dtype(self, moment: str) -> jnp.dtype:
         """Returns the dtype of the moment "mu" or "nu" of leaves without codes."""

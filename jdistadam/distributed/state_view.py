@@ -30,7 +30,7 @@ from jdistadam.distributed.flat_arrays import is_flat_codes, parts_of
 from jdistadam.distributed.global_arrays import fetch
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import begun_shard
-from jdistadam.distributed.state import map_state
+from jdistadam.distributed.state import find_state, map_state
 
 
 class StateView:
@@ -95,6 +95,22 @@ class StateView:
             return opt_state
         flat = self._begun(name, params, main)
         return map_state(lambda state: state._replace(**{name: flat}), opt_state)
+
+    def with_exact_values(self, opt_state: OptState, exact: Params, params: Params) -> Any:
+        """Returns a state whose parts begin with the exact values of params.
+
+        Args:
+          opt_state: The state, or that of a chain.
+          exact: Tree of global arrays with the exact values.
+          params: Tree of global arrays with the params, which have all that is exact but for the
+            leaves with main parameters.
+        """
+        opt_state = self.with_begun("main_params", opt_state, exact)
+        main = find_state(opt_state).main_params
+        for name, part in self.parts.items():
+            if part.begins == "params" and name != "main_params":
+                opt_state = self.with_begun(name, opt_state, params, main)
+        return opt_state
 
     def _begun(self, name: str, params: Params, main: Any) -> Any:
         config, part = self.config, self.parts[name]

@@ -164,9 +164,7 @@ class TrainState:
         )
         if param_dtypes is not None:
             view = StateView(tx.config, rounded)
-            opt_state = view.with_begun("main_params", opt_state, params)
-            main = find_state(opt_state).main_params
-            opt_state = view.with_begun("ema", opt_state, rounded, main)
+            opt_state = view.with_exact_values(opt_state, params, rounded)
         return remember_params(cls(rounded, opt_state, model_state, rng))
 
     @classmethod
