@@ -8,6 +8,7 @@ once for a process, and warns of what it does not find.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import operator
 import re
@@ -45,6 +46,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def kept(results: Iterable[Any]) -> list[Any]:
     """Returns the results of an equation that anything may need."""
     return [v for v in results if not isinstance(v, core.DropVar)]
+
+
+def results_of(jaxpr: Any) -> list[Any]:
+    """Returns the variables that are the results of a jaxpr; None for a literal."""
+    return [None if isinstance(v, core.Literal) else v for v in jaxpr.outvars]
 
 
 def num_bytes(atom: Any) -> int:
@@ -329,7 +335,8 @@ def unknown() -> dict[str, str]:
     found = {}
     for name, (is_as_known, cost) in _TRIALS.items():
         try:
-            is_known = is_as_known()
+            with collectives.no_mesh(), jax.disable_jit(False):
+                is_known = is_as_known()
         except Exception:  # of any kind: parameters are missing, for example
             is_known = False
         if not is_known:
@@ -340,7 +347,10 @@ def unknown() -> dict[str, str]:
 @functools.cache  # once for a process
 def warn_of_unknown() -> None:
     """Warns of what this JAX traces in another way; results are right, but see the costs."""
-    if found := unknown():
+    # In a thread of its own: the caller may be inside of a program, or under a mesh.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(unknown).result()
+    if found:
         costs = "; ".join(dict.fromkeys(found.values()))
         warnings.warn(
             f"jdistadam: JAX {jax.__version__} traces programs in a way that this version does not "

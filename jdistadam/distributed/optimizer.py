@@ -408,6 +408,6 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
         grad_norm=everywhere,
         layout_digest=everywhere,
         key=everywhere if config.algorithm.storage.is_stochastic else None,
-        **dict.fromkeys(FLAT_ARRAYS) | arrays,
+        **dict.fromkeys(FLAT_ARRAYS) | {"main_params": flat} | arrays,  # also if they are None
         **guards,
     )

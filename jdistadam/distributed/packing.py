@@ -143,8 +143,9 @@ def put_leaves(layout: Layout, leaves: Sequence[np.ndarray], by_device: np.ndarr
         shape = list(bucket.shard_shape)
         shape[bucket.cut_dim] *= layout.num_shards
         whole = np.zeros(shape, by_device.dtype)
-        for i, where in _places_in(layout, bucket):
-            whole[where] = leaves[i].reshape(whole[where].shape)
+        with np.errstate(over="ignore"):  # to infinity, as in JAX
+            for i, where in _places_in(layout, bucket):
+                whole[where] = leaves[i].reshape(whole[where].shape)
         shards = np.split(whole, layout.num_shards, bucket.cut_dim)
         rows = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
         rows[:] = np.reshape(shards, (layout.num_shards, -1))

@@ -116,7 +116,8 @@ class StateView:
         config, part = self.config, self.parts[name]
         buckets = [bucket for bucket in self.layout.buckets if part.has(bucket)]
         if not buckets:
-            return None
+            has_none = flat_arrays.types_of_arrays(config, self.layout)[name] is None
+            return None if has_none else self.zeros(name)
         specs, flat = global_specs(config, self.layout, params), config.parallel.state_spec
         if name not in config.on_host and main is None and bucket_leaves.are_many(self.layout):
             return self._begun_by_buckets(name, buckets, params)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -82,14 +85,18 @@ class Audit:
       scalars: All-reduces with a few scalars: the loss, the norm, weights and flags.
       num_devices: Size of the mesh.
       program: The compiled program, as ``jax.jit(f).lower(...).compile()`` returns it.
-      order: What the step does, in order, as ``step.order(state, batch)`` returns it.
     """
 
     rows: tuple[AuditRow, ...]
     scalars: int
     num_devices: int
     program: Any = dataclasses.field(repr=False, compare=False)
-    order: str = dataclasses.field(default="", repr=False, compare=False)
+    make_order: Callable[[], str] = dataclasses.field(default=str, repr=False, compare=False)
+
+    @functools.cached_property
+    def order(self) -> str:
+        """What the step does, in order: ``step.order(state, batch)``. It traces the step again."""
+        return self.make_order()
 
     @property
     def passed(self) -> bool:
@@ -181,7 +188,13 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
         AuditRow(*key, 0, 0, elements, models.asynchronous[key], of_model=True)
         for key, elements in sorted(models.elements.items())
     ]
-    return Audit(tuple(rows), scalars, mesh.size, program, step.order(state, batch))
+    order = functools.partial(step.order, *jax.tree.map(_shape_of, (state, batch)))
+    return Audit(tuple(rows), scalars, mesh.size, program, order)
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, so that nothing keeps the array."""
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=getattr(x, "sharding", None))
 
 
 class _Elements(NamedTuple):

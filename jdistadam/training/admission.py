@@ -16,8 +16,8 @@ Question                                                            train  eval 
 ==================================================================  =====  ====  ====  ======
 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
-there is missing in 8, and the others name it. From 9 on, programs run that need all processes.
-Arrays in other places are copied after 7. A program that a traced state is part of compares the
+there is missing in 8, and the others name it. After 8, arrays in other places are copied, and
+programs run that need all processes. A program that a traced state is part of compares the
 digest while it runs. ``reload_main_params`` asks 1, 4 and 7 itself: its params need not follow.
 """
 
@@ -125,19 +125,20 @@ class Gate:
             digest = check_layout_of(sharded, tx.config.layout_text(layout), digest=digest)
         if is_traced:
             return Admitted(state, batch, None)
+        self._agree(state, batch)
         if not is_ours:
             if self._donates:
                 state = with_numbers_as_arrays(state, tx.config.mesh, memory.arrays)
             state = _placed(state, tx, is_all=not memory.has_params)
-        self._agree(state, batch)
         if not self._donates:
             return Admitted(state, batch, digest)
         if not is_ours:
             if not memory.has_params:
-                check_params_follow(state.params, sharded, layout, tx)
+                check_params_follow(state.params, find_state(state.opt_state), layout, tx)
             state = apart(state, returned=memory.arrays)
-            self._types |= set(map(type_of, jax.tree.leaves(state)))
             params = Leaves.of(state.params)
+        if not (is_ours and self._types):
+            self._types |= set(map(type_of, jax.tree.leaves(state)))
         flat = TrainState(params, state.opt_state, state.model_state, state.rng)
         return Admitted(flat, self._apart(batch, state), digest)
 
@@ -164,7 +165,7 @@ class Gate:
         call, config = self._program.__name__, self._tx.config
         if not self._has_agreed:
             facts = functools.partial(texts_of, self._program.arguments)
-            lower = functools.partial(self._lower, state, batch)
+            lower = lambda: self._lower(_shapes_placed(state, self._tx), batch)  # noqa: E731
             agree(call, config, state.params, facts, lower, batch)
             self._has_agreed = True
         elif not self._donates:
@@ -216,6 +217,16 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
         layout = tx.layout(whole.params)
         check_params_follow(whole.params, find_state(whole.opt_state), layout, tx)
     return whole.params, whole.opt_state
+
+
+def _shapes_placed(state: TrainState, tx: DistributedTransformation) -> TrainState:
+    """The shapes of a state, placed as the optimizer needs it; numbers are float32."""
+
+    def shape(x: Any, place: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(x), getattr(x, "dtype", np.float32), sharding=place)
+
+    shapes: TrainState = jax.tree.map(shape, state, places_of(state, tx))
+    return shapes
 
 
 def _placed(state: TrainState, tx: DistributedTransformation, *, is_all: bool) -> TrainState:

@@ -25,14 +25,14 @@ import jax
 
 from jdistadam.core import jaxprs
 from jdistadam.training import order
-from jdistadam.training.reordered import Ordered, evaluate, nodes_of
+from jdistadam.training.reordered import Ordered, evaluate, nodes_of, unseen
 
 
 def with_early_updates(
     step: Callable[..., Any],
     *,
     lag: float,
-    seen: Callable[[Ordered], None] = lambda ordered: None,
+    seen: Callable[[Ordered], None] = unseen,
 ) -> Callable[..., Any]:
     """Returns a function with the results of ``step``: [Note: early updates].
 
@@ -51,7 +51,7 @@ def with_early_updates(
             inlined = functools.partial(jaxprs.inlined, traced, names=jaxprs.PRODUCTS)
             traced = jax.make_jaxpr(inlined)(*leaves)
         jaxpr, nodes = traced.jaxpr, nodes_of(traced)
-        events = order.early(nodes, jaxpr.invars, jaxprs.variables(jaxpr.outvars), lag)
+        events = order.early(nodes, jaxpr.invars, jaxprs.results_of(jaxpr), lag)
         ordered = Ordered(nodes, events)
         seen(ordered)
         return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(traced, leaves, ordered))

@@ -335,6 +335,7 @@ class _Overlapping:
             if self._done[i]:  # a start, which has been collected
                 self._start_ahead(until=v)
                 self._start_together()
+                assert v in self._known, f"{self._nodes[i].name}: needs its own result"
             elif missing:
                 stack += missing[::-1]
             else:
@@ -481,7 +482,7 @@ def early(
     Args:
       nodes: The step.
       given: Its arguments.
-      results: Its results. The first ones replace the first arguments, one by one.
+      results: Its results, or None. The first ones replace the first arguments, one by one.
       lag: The number of updates for which a product does not wait.
     """
     end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)

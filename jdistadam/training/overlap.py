@@ -35,7 +35,7 @@ from jdistadam.core import jaxprs, trees
 from jdistadam.kernels import copies, parts
 from jdistadam.training.order import Policy, overlapping
 from jdistadam.training.pipelined_scan import pipelined
-from jdistadam.training.reordered import ANCHORS, Ordered, evaluate, nodes_of
+from jdistadam.training.reordered import ANCHORS, Ordered, evaluate, nodes_of, unseen
 
 TOGETHER_BYTES = 128 << 20
 """Copies start together, in the order in which they could start, until they are as many bytes."""
@@ -62,7 +62,7 @@ def with_overlap(
     *,
     saves_memory: bool = False,
     unrolls: bool = False,
-    seen: Callable[[Ordered], None] = lambda ordered: None,
+    seen: Callable[[Ordered], None] = unseen,
 ) -> Callable[..., Any]:
     """Returns a function with the results of ``step``: [Note: overlap].
 

@@ -22,7 +22,7 @@ from jdistadam.distributed.model_axes import cut_twice
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import DtypeError, MeshError
 from jdistadam.training.overlap import with_overlap
-from jdistadam.training.reordered import Ordered
+from jdistadam.training.reordered import Ordered, unseen
 from jdistadam.training.train_state import TrainState
 
 _Region = Callable[[TrainState, Any], tuple[TrainState, Any]]
@@ -35,7 +35,7 @@ def over_devices(
     specs: TrainState,
     batch_spec: P,
     result_specs: Any,
-    seen: Callable[[Ordered], None] = lambda ordered: None,
+    seen: Callable[[Ordered], None] = unseen,
 ) -> _Region:
     """Maps the program of a device over the mesh.
 

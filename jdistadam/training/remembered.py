@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +39,8 @@ class Leaves:
 
     def is_same(self, other: Leaves) -> bool:
         """Whether two trees contain the very same arrays under the same paths."""
-        return bool(self.treedef == other.treedef) and _are_same(self.leaves, other.leaves)
+        same = len(self.leaves) == len(other.leaves) and self.treedef == other.treedef
+        return same and all(map(operator.is_, self.leaves, other.leaves))
 
 
 class Returned(NamedTuple):
@@ -52,7 +52,7 @@ class Returned(NamedTuple):
       digest: The digest of its layout.
     """
 
-    others: tuple[Any, ...]
+    others: Leaves
     tx: DistributedTransformation
     digest: bytes
 
@@ -83,8 +83,8 @@ class Memory(NamedTuple):
         found: Returned | None = state.__dict__.get(_RETURNED)
         if found is None:
             return cls(params, has_params)
-        arrays = (*(known.leaves if known else ()), *found.others)
-        if not _are_same(_others(state), found.others):
+        arrays = (*(known.leaves if known else ()), *found.others.leaves)
+        if not _others(state).is_same(found.others):
             return cls(params, has_params, arrays)
         return cls(params, has_params, arrays, found.tx, found.digest)
 
@@ -104,7 +104,7 @@ def remember_returned(
     state: Any, params: Leaves, tx: DistributedTransformation, digest: bytes
 ) -> Any:
     """Records that a step returned all arrays of a state; returns the state."""
-    object.__setattr__(state, _RETURNED, Returned(tuple(_others(state)), tx, digest))
+    object.__setattr__(state, _RETURNED, Returned(_others(state), tx, digest))
     return remember_params(state, params)
 
 
@@ -115,10 +115,5 @@ def keep_memory(state: Any, new: Any) -> None:
         object.__setattr__(new, _RETURNED, state.__dict__.get(_RETURNED))
 
 
-def _others(state: Any) -> list[Any]:
-    return jax.tree.leaves((state.opt_state, state.model_state, state.rng))
-
-
-def _are_same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences contain the very same arrays."""
-    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+def _others(state: Any) -> Leaves:
+    return Leaves.of((state.opt_state, state.model_state, state.rng))

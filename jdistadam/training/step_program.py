@@ -22,7 +22,7 @@ from jdistadam.training.local_gradients import Forward, LocalResult, local_gradi
 from jdistadam.training.loss import LossFunction, sum_over_devices
 from jdistadam.training.partitioned import over_devices, rows_spec
 from jdistadam.training.remembered import Leaves
-from jdistadam.training.reordered import Ordered
+from jdistadam.training.reordered import Ordered, unseen
 from jdistadam.training.train_state import TrainState
 
 _LAG = 4  # windows, while gradients are summed over devices: up to 134 MB in bfloat16
@@ -45,7 +45,7 @@ class StepProgram:
     tx: DistributedTransformation
     loss_function: LossFunction
     options: StepOptions
-    seen: Callable[[Ordered], None] = lambda ordered: None  # called with its order
+    seen: Callable[[Ordered], None] = unseen  # called with its order
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -17,6 +17,27 @@ def test_this_jax_traces_what_is_known():
     assert jaxprs.unknown() == {}
 
 
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda mesh: jax.set_mesh(mesh),
+        lambda mesh: jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        lambda mesh: jax.disable_jit(),
+        lambda mesh: jax.enable_x64(True),
+        lambda mesh: jax.debug_nans(True),
+    ],
+    ids=["set_mesh", "abstract mesh", "disable_jit", "x64", "debug_nans"],
+)
+def test_no_context_looks_like_another_jax(context):
+    """Of the caller: a mesh of its own, or another way to run."""
+    jaxprs.warn_of_unknown.cache_clear()
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    with context(mesh):
+        jaxprs.warn_of_unknown()
+        jax.eval_shape(lambda x: (jaxprs.unknown(), x)[1], jax.ShapeDtypeStruct((), jnp.float32))
+    jaxprs.warn_of_unknown.cache_clear()
+
+
 def primitives():
     """All primitives in the trials, by name."""
     found = {}

@@ -192,3 +192,53 @@ def test_a_state_of_one_program_on_the_host_raises():
         tx.init(on_host(params))
     with raises(r"params\['w'\]", "host"):
         jax.jit(tx.init)(on_host(params))
+
+
+PLACES = {
+    "numpy": lambda state, mesh: jax.device_get(state),
+    "one device": lambda state, mesh: jax.device_put(jax.device_get(state), jax.devices("cpu")[0]),
+    "replicated": lambda state, mesh: jax.device_put(state, NamedSharding(mesh, P())),
+    "uncommitted": lambda state, mesh: jax.tree.map(jnp.asarray, jax.device_get(state)),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("place", PLACES)
+@often(lambda place, strategy, axis_type: (place == "one device") == (axis_type == AxisType.Auto))
+def test_states_in_other_places_are_trained(place, strategy, axis_type):
+    """As a checkpoint without shardings, or pickle, leaves them: their params follow."""
+    tx, state = make(4, strategy, axis_type=axis_type)
+    step, batch = jda.train_step(loss_fn, tx), np.ones((4, 2), np.float32)
+    state, _ = step(state, batch)
+    moved = PLACES[place](jax.tree.map(jnp.copy, state), tx.config.mesh)
+    expected, _ = step(state, batch)
+    found, _ = step(moved, batch)
+    assert_trees_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtypes", [None, "bfloat16"])
+def test_params_without_elements_have_an_average(dtypes):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
+    tx = distributed_adamw(1e-2, mesh=mesh, ema_decay=0.5)
+    state = jda.TrainState.create({"w": jnp.zeros((0, 3))}, tx, param_dtypes=dtypes)
+    state, _ = jda.train_step(lambda p, x: jnp.mean(x) + jnp.sum(p["w"]), tx)(state, jnp.ones(2))
+    assert jda.ema_params(state, tx)["w"].shape == (0, 3)
+
+
+def test_the_same_arrays_in_another_tree_are_asked_again():
+    tx, state = make(1)
+    step, batch = jda.train_step(loss_fn, tx), np.ones((1, 2), np.float32)
+    state, _ = step(state, batch)
+    object.__setattr__(state, "opt_state", (state.opt_state,))
+    with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer"):
+        step(state, batch)
+
+
+def test_a_save_or_export_by_an_optimizer_without_the_average_is_refused(tmp_path):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    mine, other = (distributed_adamw(1e-2, mesh=mesh, ema_decay=x) for x in (0.5, None))
+    state = jda.TrainState.create({"w": jnp.ones(3)}, mine)
+    for use in (functools.partial(jda.save, tmp_path), jda.to_optax_state, jda.full_params):
+        with pytest.raises(jda.errors.TreeError, match=r"opt_state\.ema: does not fit ema_decay"):
+            use(state, other)
