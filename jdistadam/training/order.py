@@ -37,7 +37,8 @@ class Node:
       is_sum: Whether it adds what an exchange brought.
       is_start: Whether it starts a copy: ``needs`` is the source, ``makes`` the target.
       is_wait: Whether it waits for a copy: it needs the target.
-      is_gather: Whether it starts a gather of parameters, or is one of XLA's; else an exchange.
+      is_gather: Whether it starts a gather of parameters, or is one of XLA's. Other starts are
+        exchanges of gradients.
       is_norm: Whether it computes norms of gradients.
       has_effects: Whether it does more than make results.
       is_ordered: Whether its effects keep their order, as those of an ordered callback.
@@ -104,9 +105,11 @@ class Policy:
     """When copies start, and how many.
 
     Attributes:
-      together_bytes: Copies travel together until they are as many bytes.
-      ahead_bytes: Gathers of what is known from the beginning start only while fewer bytes are on
-        their way.
+      together_bytes: Copies travel together until they are as many bytes. Less are sent before an
+        anchor, if they are gathers, before another kind of copy, and when a result is needed.
+      ahead_bytes: Gathers of simple values start only while fewer bytes of them are on their way;
+        one that is needed starts in any case, with those that are queued before it. This is the
+        order of the list: XLA may start such a gather earlier.
       adds_soon: Whether gradients are added when the exchange after theirs has started; if not,
         after the backward pass.
     """
@@ -142,12 +145,13 @@ class _Roles:
       end: The first node after the model.
       made_by: The node that makes a value.
       used: The values that a node or a result needs.
-      simple: Values made of arguments alone, without an anchor or an ordered effect.
+      simple: Values made of arguments alone, without an anchor or an ordered effect; copies of such
+        values, too.
       is_start: Starts on whose copies something depends. Others run alone, and XLA leaves them out.
       is_hoisted: Nodes that run as soon as they can: starts, and what they need that is simple or
-        after the model.
+        after the model, but for waits, anchors and ordered effects.
       is_lazy: Nodes that run only when a result is needed: waits, sums, what is made of them and of
-        simple values alone, and all after the model.
+        simple values alone, and all after the model that is neither an anchor nor hoisted.
       is_ahead: Gathers of simple values.
       rank: The order of nodes that can run at the same time: as results are needed.
       wait_of: The node that waits for a target.
@@ -280,12 +284,12 @@ class _Overlapping:
         self._nodes, self._policy, self._roles = nodes, policy, _Roles(nodes, given, results)
         self._needs = _with_effects_in_order(nodes)
         self._known = set(given)
-        self._done = [False] * len(nodes)
+        self._done = [False] * len(nodes)  # for a start: it waits for others to travel with
         self._ready = _Ready()
         self._together: list[int] = []  # starts that travel together, when there are enough
         self._ahead: collections.deque[int] = collections.deque()  # gathers that could start
         self._group_of: dict[Value, tuple[int, ...]] = {}  # by target: what started together
-        self._bytes_ahead = 0  # of gathers that started before what they need was known
+        self._bytes_ahead = 0  # of gathers of simple values that are on their way
         self._to_add: tuple[int, ...] = ()  # exchanges whose sums wait for the next ones to start
         # Targets of starts for which no anchor waits yet. At first the step before, for starts.
         self._pending: list[Value] = [] if first is None else [first]
@@ -381,7 +385,7 @@ class _Overlapping:
             self._pending.append(self._last)
 
     def _add(self, i: int) -> None:
-        """Lets a start travel with those before it, unless they are many bytes already."""
+        """Lets a start travel with those before it; sends them all if they are many bytes."""
         first = self._together[:1]
         if first and self._nodes[first[0]].travels_with != self._nodes[i].travels_with:
             self._start_together()
@@ -393,9 +397,9 @@ class _Overlapping:
         return sum(self._nodes[i].num_bytes for i in starts)
 
     def _start_ahead(self, until: Value | None = None) -> None:
-        """Starts gathers of what is known from the beginning, as results are needed.
+        """Starts gathers of simple values, in the order of the queue, while few bytes travel.
 
-        Until the target ``until`` has started, if it is one of them, and bytes are on their way.
+        At least up to the target ``until``, if it is one of theirs.
         """
         targets = [self._nodes[i].makes[0] for i in self._ahead]
         needed = targets.index(until) + 1 if until in targets else 0
@@ -433,7 +437,7 @@ class _Overlapping:
     def _wait_for(self, group: tuple[int, ...]) -> None:
         """Waits for what has started together."""
         started = [self._nodes[i].makes[0] for i in group]
-        self._tie(self._pending)  # for starts in between, too
+        self._tie(self._pending)  # with its own starts for those in between, if they are pending
         self._pending = [v for v in self._pending if v not in started]
         waits = tuple(self._roles.wait_of[v] for v in started)
         for i in waits:

@@ -60,8 +60,9 @@ def program_of(choices, num_updates):
             program.add(one, two)
         elif kind == "effect":
             program.add(one, has_effects=True, is_ordered=True)
-        elif kind == "gather":
-            program.copy(one, num_bytes)
+        elif kind == "gather":  # of an argument, or of what a product made
+            is_made = any(one in node.makes and node.is_product for node in program.nodes)
+            program.copy(one if is_made else ARGUMENTS[i % 4], num_bytes)
         else:  # of a gradient
             sent.append(program.copy(program.product(one, two), num_bytes, is_gather=False))
             program.values.pop()
@@ -173,7 +174,7 @@ def check_bytes(nodes, policy, events, k, before, simple):
     assert without_last < policy.ahead_bytes or is_next, "too many bytes ahead"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(programs, policies)
 def test_an_order_keeps_what_a_step_means(program, policy):
     nodes, results = program
@@ -331,7 +332,7 @@ def test_updates_run_as_soon_as_gradients_are_known():
     assert Tie(("v0", "v4")) in events  # the third product waits for the first update
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(programs, st.sampled_from([0, 1, math.inf]))
 def test_early_updates_keep_what_a_step_means(program, lag):
     nodes, results = program
