@@ -22,7 +22,7 @@ from jdistadam.distributed.layout_text import differs
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state
-from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 from jdistadam.training.admission import Gate, check_layout
@@ -285,13 +285,14 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
       >>> round(float(state.params["w"][0]), 4), round(float(ema_params(state, tx)["w"][0]), 4)
       (-0.1, -0.025)
     """
-    check_layout(state, tx)
-    config, average = tx.config, find_state(state.opt_state)
-    if config.ema_decay is None:
+    check_distributed(tx)
+    if tx.config.ema_decay is None:
         raise PolicyError(
             "ema_params: this optimizer keeps no average: got ema_decay=None, expected a number. "
             "Make it with distributed(..., ema_decay=0.999)."
         )
+    check_layout(state, tx)
+    config, average = tx.config, find_state(state.opt_state)
     layout, specs = tx.layout(state.params), tx.param_specs(state.params)
 
     def local(params: Params, ema: Any) -> Any:
