@@ -61,7 +61,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       arrays, except for random keys.
 
     Example:
-      >>> import jdistadam as jda
+      >>> import jax.numpy as jnp, jdistadam as jda
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> old = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, loss_scale=jda.DynamicLossScale())
       >>> new = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh, loss_scale=jda.DynamicLossScale())
