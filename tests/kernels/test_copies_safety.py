@@ -29,7 +29,7 @@ from support.bits import assert_trees_same_bits
 native.status("cpu")  # registers the handlers
 
 MAKE = """\
-import os, jax, numpy as np
+import contextlib, os, pathlib, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jdistadam import compat
 from jdistadam.kernels import copies, native
@@ -50,6 +50,14 @@ def made(local, groups=groups, mesh=mesh):
 
 def gather(x, **where):
     return copies.gather(x, to="varying", **where)
+
+
+def thread_names():
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            names.append(pathlib.Path(f"/proc/self/task/{task}/comm").read_text())
+    return names
 """
 """The beginning of a program of its own."""
 
@@ -442,10 +450,9 @@ def test_no_copy_starts_after_the_end(platform, number):
         step, x = made(gather)
         jax.block_until_ready(step(x))
         module = __import__(f"jdistadam._{'cuda' if PLATFORM == 'gpu' else PLATFORM}", fromlist="_")
-        names = lambda: {open(f"/proc/self/task/{i}/comm").read() for i in os.listdir("/proc/self/task")}
         for _ in range(2):
             module.stop_copies()
-        assert not any(name.startswith("jda copies") for name in names())
+        assert not any(name.startswith("jda copies") for name in thread_names())
         try:
             jax.block_until_ready(step(x))
         except Exception as error:
@@ -463,8 +470,7 @@ def test_threads_of_copies_have_names():
         """
         step, x = made(gather)
         jax.block_until_ready(step(x))
-        for i in os.listdir("/proc/self/task"):
-            print(open(f"/proc/self/task/{i}/comm").read())
+        print(*thread_names())
         """,
         "gpu",
         2,

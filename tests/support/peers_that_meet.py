@@ -3,7 +3,9 @@
 Usage: peers_that_meet.py cpu|gpu INDEX PORT WHAT
 """
 
+import contextlib
 import os
+import pathlib
 import socket
 import sys
 import time
@@ -70,8 +72,11 @@ def left():
                 sockets += any(str(end).startswith("b'\\x00jdistadam-") for end in ends)
         except OSError:  # another kind of file
             continue
-    threads = [open(f"/proc/self/task/{i}/comm").read() for i in os.listdir("/proc/self/task")]
-    return sockets, threads.count("jda peers\n")
+    threads = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            threads += pathlib.Path(f"/proc/self/task/{task}/comm").read_text() == "jda peers\n"
+    return sockets, threads
 
 
 def loss_fn(params, batch):
