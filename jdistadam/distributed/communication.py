@@ -29,8 +29,8 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ _REQUESTS = ("auto", "xla", "peer")
 _SLOWEST_LINK = 60
 """GB/s. NVLink has 150 to 450, and the gain was measured there. PCIe has 25 (4.0 x16) to 55 (5.0
 x16), which the GPUs of a host share: NCCL knows how, and copies between all pairs do not."""
+T = TypeVar("T")
 _TRIED: dict[Groups, tuple[str, float]] = {}  # between processes: why not, GB/s
 _ALLOCATORS = ("default", "bfc", "platform")  # of XLA, whose memory a peer can open
 
@@ -194,27 +195,45 @@ def _tried_copies(mesh: Any, axes: Axes) -> tuple[str, float]:
     return _TRIED[groups]
 
 
+@functools.cache  # others may not compile again
+def _trial(mesh: Any, axes: Axes, groups: Groups) -> tuple[Callable[[], tuple[str, float]], str]:
+    """What tries a copy, and why it does not compile; "" if it does."""
+    try:
+        return _elsewhere(lambda: copies.compiled_trial(mesh, axes, groups)), ""
+    except Exception as error:  # whatever it is: the others wait for word
+        why = f"copies between devices do not compile: {error}"
+        return lambda: (why, 0.0), why
+
+
 @functools.cache  # others may not try again
 def _attempt(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
-    tried = functools.partial(copies.attempt, mesh, axes, groups)
-    # In a thread of its own: the caller may be inside of jit, or under another mesh.
+    return _elsewhere(_trial(mesh, axes, groups)[0])
+
+
+def _elsewhere(run: Callable[[], T]) -> T:
+    """Runs in a thread of its own: the caller may be inside of jit, or under another mesh."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(tried).result()
+        return pool.submit(run).result()
 
 
 def _try_copies(mesh: Any, axes: Axes, groups: Groups) -> tuple[str, float]:
     platform = native.platform_of(mesh.devices.flat[0].platform)
     is_first = all(why for why, _ in _TRIED.values())  # no copies need the connections
-    why, speed = _attempt(mesh, axes, groups)
-    if why and is_first:  # others may wait for the copies of this process
-        leave(platform, why)
     name = f"copies/{hashlib.sha256(repr(groups).encode()).hexdigest()}"
-    said = say_to_all(name, (why, speed), limits=2).values()  # others may wait for copies
-    # Those that only heard of a failure say so, too.
-    why = min((why for why, _ in said if why), key=len, default="")
+    _, why = _trial(mesh, axes, groups)
+    why = next(filter(None, say_to_all(f"{name}/compiled", why, limits=2).values()), "")
+    speed = 0.0
+    if not why:
+        why, speed = _attempt(mesh, axes, groups)
+        if why and is_first:  # others may wait for the copies of this process
+            leave(platform, why)
+        said = say_to_all(name, (why, speed), limits=2).values()  # others may wait for copies
+        # Those that only heard of a failure say so, too.
+        why = min((why for why, _ in said if why), key=len, default="")
+        speed = min(speed for _, speed in said)
     if why and is_first:
         leave(platform, why)
-    return why, min(speed for _, speed in said)
+    return why, speed
 
 
 def _why_links_fail(devices: Sequence[Any], is_asked_for: bool) -> str:

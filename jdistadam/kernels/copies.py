@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,8 +79,12 @@ def _equal(kind: Any) -> Any:
     return made
 
 
-def attempt(mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups) -> tuple[str, float]:
-    """Makes a gather a few times; call it in all processes.
+def compiled_trial(
+    mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups
+) -> Callable[[], tuple[str, float]]:
+    """Compiles a gather, which the result makes a few times; call each in all processes.
+
+    XLA may compile a program in all processes together, so all compile before any process copies.
 
     Args:
       mesh: The devices.
@@ -87,28 +92,36 @@ def attempt(mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: Groups) -> t
       groups: Their devices.
 
     Returns:
-      Why it fails, or "", and the GB/s that a device sends.
+      What makes the gather. It returns why that fails, or "", and the GB/s that a device sends.
     """
     devices = mesh.devices.flat
     is_timed = devices[0].platform != "cpu" and len({x.process_index for x in devices}) > 1
     shard = 2**25 if is_timed else 2**16  # bytes
     spec, shape = jax.sharding.PartitionSpec(axes), (shard // 4 * len(groups[0]),)
     run = functools.partial(gather, dim=0, groups=groups, to="varying")
-    copy = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
-    count = functools.partial(jnp.arange, *shape, dtype=jnp.int32)
-    times = []
-    try:
-        x = jax.jit(count, out_shardings=jax.sharding.NamedSharding(mesh, spec))()
-        for _ in range(4):
-            jax.block_until_ready(x)
-            begin = time.perf_counter()
-            whole = jax.block_until_ready(copy(x))
-            times.append(time.perf_counter() - begin)
-        if any((np.asarray(x.data) != np.arange(*shape)).any() for x in whole.addressable_shards):
-            return "copies between devices bring other values", 0.0
-    except Exception as error:  # whatever it is: the others wait for word
-        return f"copies between devices fail: {error}", 0.0
-    return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    make = functools.partial(jnp.arange, *shape, dtype=jnp.int32)
+    count = jax.jit(make, out_shardings=sharding).lower().compile()
+    copied = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
+    copy = copied.lower(jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)).compile()
+
+    def attempt() -> tuple[str, float]:
+        times = []
+        try:
+            x = count()
+            for _ in range(4):
+                jax.block_until_ready(x)
+                begin = time.perf_counter()
+                whole = jax.block_until_ready(copy(x))
+                times.append(time.perf_counter() - begin)
+            found = [np.asarray(shard.data) for shard in whole.addressable_shards]
+            if any((values != np.arange(*shape)).any() for values in found):
+                return "copies between devices bring other values", 0.0
+        except Exception as error:  # whatever it is: the others wait for word
+            return f"copies between devices fail: {error}", 0.0
+        return "", shard * (len(groups[0]) - 1) / min(times) / 1e9
+
+    return attempt
 
 
 def _copied(

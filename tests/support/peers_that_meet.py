@@ -34,11 +34,16 @@ if what == "comes late":
     jax.devices(platform)  # which waits for the other process
     jda.set_wait_limit(30 if is_other else 1)
     time.sleep(4 * is_other)
-if what == "cannot copy" and is_other:
-    attempt = copies.attempt
-    # XLA for GPUs may compile a program in all of its processes together.
-    tried = attempt if platform == "gpu" else lambda *_: None
-    copies.attempt = lambda *args: (tried(*args), ("a planted reason", 0.0))[1]
+if what in ("cannot compile", "cannot copy") and is_other:
+    compiled_trial = copies.compiled_trial
+
+    def planted(*args):
+        compiled_trial(*args)  # XLA for GPUs may compile it in all of its processes together
+        if what == "cannot compile":
+            raise RuntimeError("a planted reason")
+        return lambda: ("a planted reason", 0.0)
+
+    copies.compiled_trial = planted
 
 
 def optimizer(communication):
