@@ -14,8 +14,7 @@ from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.kernels.operands import Operands, Scalars, Spec
-from jdistadam.kernels.parts import Cut, Parts, PartsResults, step_parts, sum_parts
+from jdistadam.kernels.parts import Adding, Cut, Parts, sum_parts
 
 
 def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
@@ -40,28 +39,13 @@ def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
     return steps_on_parts(config, bucket) and is_sent_as_is and not bucket.is_sharded_param
 
 
-def step_on_parts(
-    config: DistributedConfig,
-    call: Call,
-    spec: Spec,
-    scalars: Scalars,
-    operands: Operands,
-    norm_scale: Any,
-) -> PartsResults:
-    """Makes a call of that kernel, whose gradients are parts that it adds, or their sums.
-
-    Returns:
-      The results; new parameters are whole if ``is_written_whole``.
-    """
+def adding(config: DistributedConfig, call: Call, norm_scale: Any) -> Adding | None:
+    """How the kernel of a call adds parts; None: they were added before, or never were any."""
+    if not steps_on_parts(config, call.buckets[0]):
+        return None
     groups = config.groups_of(config.parallel.shard_axes)
-    return step_parts(
-        spec,
-        scalars,
-        operands,
-        cuts=[Cut(x.shard_shape, x.cut_dim, groups) for x in call.buckets],
-        norm_scale=norm_scale,
-        is_whole=is_written_whole(config, call.buckets[0]),
-    )
+    cuts = [Cut(x.shard_shape, x.cut_dim, groups) for x in call.buckets]
+    return Adding(cuts, norm_scale, is_written_whole(config, call.buckets[0]))
 
 
 def added(

@@ -13,23 +13,15 @@ from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.communication import gathered_params
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_arrays import STEPPED
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norms import squares_request
-from jdistadam.distributed.parts_of_gradients import is_written_whole, step_on_parts, steps_on_parts
+from jdistadam.distributed.parts_of_gradients import adding, is_written_whole
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.store import Store, Taken
-from jdistadam.kernels import native
-from jdistadam.kernels.adam import adam
-from jdistadam.kernels.operands import (
-    Operands,
-    Rounding,
-    RoundingSpec,
-    Scalars,
-    Spec,
-    keeping_main_params,
-    new_params,
-)
+from jdistadam.kernels.call import Arrays, KernelCall, run
+from jdistadam.kernels.operands import Rounding, RoundingSpec, Scalars, Spec
 
 
 class ShardUpdate(NamedTuple):
@@ -82,34 +74,35 @@ def update_shards(
     new_by_start: list[dict[int, jax.Array]] = [{} for _ in buckets]
     shards, gathered = [list[Any]([None] * len(buckets)) for _ in range(2)]
     squares, tiles = [], list[Any]([None] * len(buckets))
+    written_whole = [is_written_whole(config, bucket) for bucket in buckets]
     for call in calls:
         arrived = store.wait_for([gathered[i] for i in call.waits_for])
         for i, new in zip(call.waits_for, arrived, strict=True):
             gathered[i] = new
         taken = store.take(call)
         static, rounding = _rounding_of(config, layout, call, state)
-        spec, operands = _operands_of(config, call, grads, old, taken, static)
-        if steps_on_parts(config, call.buckets[0]):
-            made = step_on_parts(config, call, spec, scalars, operands, norm_scale)
-            for piece, new, found in zip(call.pieces, made.params, made.tiles, strict=True):
-                i = piece.bucket_index
-                tiles[i] = found
-                is_whole = is_written_whole(config, buckets[i])
-                gathered[i] = gathered_params(config.parallel, schedule.buckets[i], new, is_whole)
-            store.put(call, made.state)
-            continue
-        request = squares_request(config, layout, call.buckets)
-        results = adam(spec, scalars, operands.unfused(), rounding, request)
-        squares.append((call.buckets, results.squares))
-        results = native.unfused(results._replace(squares=None))
-        new_parts, main = new_params(_kept(config, call.buckets[0]), results)
-        arrays = {"mu": results.mu, "nu": results.nu, "main_params": main}
-        store.put(call, {name: arrays[name][0] for name in taken.arrays})
-        for piece, part in zip(call.pieces, new_parts, strict=True):
+        new = run(
+            KernelCall.of(
+                _kept(config, call.buckets[0]),
+                _spec(config, call, taken, static),
+                scalars,
+                _arrays(call, grads, old, taken),
+                call.buckets[0].dtype,
+                rounding,
+                squares_request(config, layout, call.buckets),
+                adding(config, call, norm_scale),
+            )
+        )
+        squares.append((call.buckets, new.squares))
+        store.put(call, {name: getattr(new, name)[0] for name in taken.arrays})
+        for piece, part in zip(call.pieces, new.params, strict=True):
             new_by_start[piece.bucket_index][piece.start or 0] = part
+        for piece, found in zip(call.pieces, new.tiles, strict=False):  # of added parts
+            tiles[piece.bucket_index] = found
         for i in call.gathers:
-            shards[i] = packing.joined(buckets[i], new_by_start[i])
-            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], shards[i])
+            part, is_whole = packing.joined(buckets[i], new_by_start[i]), written_whole[i]
+            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], part, is_whole)
+            shards[i] = None if is_whole else part
     return ShardUpdate(store.state(), shards, gathered, squares, tiles)
 
 
@@ -120,35 +113,30 @@ def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]
     return packing.state_shard(config.parallel, bucket, params, bucket.dtype)
 
 
-def _operands_of(
-    config: DistributedConfig,
-    call: Call,
-    grads: Sequence[Any],
-    old: Sequence[Any],
-    taken: Taken,
-    rounding: RoundingSpec | None,
-) -> tuple[Spec, Operands]:
-    """The static side and the operands of a kernel call."""
-    buckets, first = call.buckets, call.buckets[0]
+def _arrays(call: Call, grads: Sequence[Any], old: Sequence[Any], taken: Taken) -> Arrays:
+    """The arrays of a kernel call; those of the state are flat."""
     of_grads, of_params = (
         [piece.of(x[piece.bucket_index]) for piece in call.pieces] for x in (grads, old)
     )
-    spec = Spec(
+    main, mu, nu = ((taken.arrays.get(name),) for name in STEPPED)
+    return Arrays(of_grads, of_params, main, mu, nu)
+
+
+def _spec(
+    config: DistributedConfig, call: Call, taken: Taken, rounding: RoundingSpec | None
+) -> Spec:
+    """What is static in a kernel call, without main parameters."""
+    buckets = call.buckets
+    return Spec(
         "step",
         groups=tuple(bucket.group for bucket in buckets),
         flags=config.algorithm.hyper.flags,
         flat=frozenset(("mu", "nu")),
         sizes=tuple(bucket.shard_size for bucket in buckets),
-        offsets=taken.starts("main_params" if first.has_main else "mu"),
+        offsets=taken.starts("main_params" if buckets[0].has_main else "mu"),
         mu_offsets=taken.starts("mu"),
         nu_offsets=taken.starts("nu"),
         rounding=rounding,
-    )
-    arrays = taken.arrays
-    operands = Operands(of_grads, of_params, (arrays["mu"],), (arrays["nu"],))
-    main = (arrays.get("main_params"),)
-    return keeping_main_params(
-        _kept(config, first), spec, operands, main, first.dtype, is_flat=True
     )
 
 

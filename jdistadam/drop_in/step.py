@@ -41,16 +41,8 @@ from jdistadam.drop_in.state import (
 )
 from jdistadam.errors import DtypeError, PolicyError
 from jdistadam.kernels import reference
-from jdistadam.kernels.operands import (
-    Operands,
-    Rounding,
-    RoundingSpec,
-    Scalars,
-    Spec,
-    keeping_main_params,
-    new_params,
-)
-from jdistadam.kernels.sharded_adam import sharded_adam
+from jdistadam.kernels.call import Arrays, KernelCall, run_sharded
+from jdistadam.kernels.operands import Rounding, RoundingSpec, Scalars, Spec
 
 _LEAVES_A_CALL = 256
 """The time in which XLA compiles a foreign call grows faster than its number of operands: a step of
@@ -364,18 +356,16 @@ def _call(
     norms: bool,
 ) -> tuple[list[TreeLeaf], Any]:
     """Steps leaves of equal dtypes in one kernel call; ``spec`` assumes no main parameters."""
-    grads, params, mains, mu, nu = zip(*leaves, strict=True)
-    operands = Operands(grads=grads, params=params, mu=mu, nu=nu)
-    kind, mode = main_codec_of(mains[0]), spec.mode
-    if mode == "update" and not kind.is_stored:
-        spec = dataclasses.replace(spec, out_dtype=grads[0].dtype)
-    spec, operands = keeping_main_params(kind, spec, operands, mains, params[0].dtype)
-    results = sharded_adam(spec, scalars, operands, rounding, params, with_squares=norms)
-    new, new_mains = new_params(kind, results)
-    if kind.is_stored and mode == "update":
+    arrays = Arrays(*zip(*leaves, strict=True))
+    kept, params = main_codec_of(arrays.main[0]), arrays.params
+    call = KernelCall.of(kept, spec, scalars, arrays, params[0].dtype, rounding)
+    stepped = run_sharded(call, params, with_squares=norms)
+    new = stepped.params
+    if kept.is_stored and spec.mode == "update":
         new = [_difference(*pair) for pair in zip(new, params, strict=True)]
-    columns = (grads, new, new_mains if kind.is_stored else mains, results.mu, results.nu)
-    return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)], results.squares
+    mains = stepped.main_params or arrays.main
+    columns = (arrays.grads, new, mains, stepped.mu, stepped.nu)
+    return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)], stepped.squares
 
 
 def _call_optax(

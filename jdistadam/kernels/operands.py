@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core.codecs import FLOAT32, Codec, is_codes
+from jdistadam.core.codecs import is_codes
 from jdistadam.kernels import native
 from jdistadam.kernels.reference import LeafPartition
 
@@ -143,42 +143,6 @@ class Results(NamedTuple):
     nu: Sequence[Any]
     out: Sequence[Any]
     squares: Any = None  # shape (segments, 3), float32: the requested sums; None: none
-
-
-def keeping_main_params(
-    kind: Codec,
-    spec: Spec,
-    operands: Operands,
-    main: Sequence[Any],
-    param_dtype: Any,
-    *,
-    is_flat: bool = False,
-) -> tuple[Spec, Operands]:
-    """Returns a call in mode "step", changed to keep main parameters.
-
-    Args:
-      kind: How they are kept.
-      spec: The call without main parameters.
-      operands: The operands without main parameters.
-      main: The stored arrays, one for each leaf or a flat one; not used under NOTHING.
-      param_dtype: Dtype of the params.
-      is_flat: Whether ``main`` is flat.
-    """
-    if not kind.is_stored:
-        return spec, operands
-    is_split = kind.is_remainder
-    operands = operands._replace(out=main) if is_split else operands._replace(params=main)
-    flat = spec.flat | {"out" if is_split else "params"} if is_flat else spec.flat
-    mode = "step_split" if is_split else "step_and_cast"
-    out_dtype = None if is_split else param_dtype
-    return dataclasses.replace(spec, mode=mode, out_dtype=out_dtype, flat=flat), operands
-
-
-def new_params(kind: Codec, results: Results) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns new params, or updates, and the stored main parameters."""
-    if kind == FLOAT32:
-        return results.out, results.params
-    return results.params or results.out, results.out
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from jdistadam.core import collectives
 from jdistadam.kernels import copies, native
 from jdistadam.kernels.adam import bits_of
 from jdistadam.kernels.multi_tensor import tiles_type
-from jdistadam.kernels.operands import Operands, Scalars, Spec
+from jdistadam.kernels.operands import Operands, Results, Scalars, Spec
 from jdistadam.kernels.reference import NORM_TILE
 
 SUM, STEP = "jdistadam_sum_parts", "jdistadam_step_parts"
@@ -73,15 +73,18 @@ class Sums(NamedTuple):
     tiles: list[jax.Array]
 
 
-class PartsResults(NamedTuple):
-    """The results of a step: new parameters, the flat arrays of the state, and tiles of the norm.
+class Adding(NamedTuple):
+    """How a step adds gradients.
 
-    Tiles are None if the norm was taken before.
+    Attributes:
+      cuts: How each is cut.
+      norm_scale: The factor of a sum before it is squared for the norm, shape (), float32. None: 1.
+      is_whole: Whether each new parameter is a whole array, of which this device's part is written.
     """
 
-    params: list[jax.Array]
-    state: dict[str, jax.Array]
-    tiles: Sequence[Any]
+    cuts: Sequence[Cut]
+    norm_scale: Any
+    is_whole: bool
 
 
 def sum_parts(parts: Sequence[Parts], norm_scale: Any = None) -> Sums:
@@ -105,14 +108,8 @@ def sum_parts(parts: Sequence[Parts], norm_scale: Any = None) -> Sums:
 
 
 def step_parts(
-    spec: Spec,
-    scalars: Scalars,
-    operands: Operands,
-    *,
-    cuts: Sequence[Cut],
-    norm_scale: Any,
-    is_whole: bool,
-) -> PartsResults:
+    spec: Spec, scalars: Scalars, operands: Operands, adding: Adding
+) -> tuple[Results, Sequence[Any]]:
     """Takes an Adam step on float32 main parameters, and rounds them to new parameters.
 
     Args:
@@ -120,16 +117,14 @@ def step_parts(
       scalars: As for ``adam``.
       operands: The gradients, or the sums of all of them; and one array each of main parameters,
         float32, and of moments, floats, which are updated in place.
-      cuts: How each is cut.
-      norm_scale: As in ``sum_parts``.
-      is_whole: Whether each new parameter is a whole array, of which this device's part is written.
+      adding: How parts are added, and what new parameters are.
 
     Returns:
-      The new arrays; tiles of the norm if the gradients are parts.
+      The new arrays, and tiles of the norm of each gradient; None if it was added before.
     """
     grads, (main,), (mu,), (nu,) = operands.grads, operands.params, operands.mu, operands.nu
-    summed = not isinstance(grads[0], Parts)
-    scale = jnp.ones((), jnp.float32) if norm_scale is None else norm_scale
+    summed, cuts, is_whole = not isinstance(grads[0], Parts), adding.cuts, adding.is_whole
+    scale = jnp.ones((), jnp.float32) if adding.norm_scale is None else adding.norm_scale
     given = list(grads) if summed else [*(x.own for x in grads), *(x.received for x in grads)]
     numbers, given, state = collectives.vary_together(((scale, *scalars), given, (main, mu, nu)))
     state = native.unfused(state)
@@ -155,9 +150,8 @@ def step_parts(
     )
     results = native.unfused(results)
     found = [None] * count if summed else _split(results[-1], cuts)
-    names = ("main_params", "mu", "nu")
-    state = dict(zip(names, results[count : count + 3], strict=True))
-    return PartsResults(list(results[:count]), state, found)
+    main, mu, nu = ((x,) for x in results[count : count + 3])
+    return Results(main, mu, nu, tuple(results[:count])), found
 
 
 _OFFSETS = (("offsets", "params"), ("mu_offsets", "mu"), ("nu_offsets", "nu"))

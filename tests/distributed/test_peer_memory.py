@@ -389,8 +389,12 @@ def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
     from jdistadam.kernels import native
 
     assert native.status("cpu").available
-    said = {1: ["", 1e-6]}
-    monkeypatch.setattr(communication, "say_to_all", lambda name, found, limits: said | {0: found})
+    said, compiled = {1: ["", 1e-6]}, {1: ""}
+    monkeypatch.setattr(
+        communication,
+        "say_to_all",
+        lambda name, found, limits: (compiled if "compiled" in name else said) | {0: found},
+    )
     monkeypatch.setattr(communication, "_TRIED", {})
     monkeypatch.setattr(communication, "leave", lambda platform, why: left.append(why))
     left = []
@@ -401,12 +405,16 @@ def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
     monkeypatch.setattr(communication.copies, "gather", failing)
     with jax.set_mesh(cpu_mesh(4)):  # it has its own
         why, speed = communication._tried_copies(cpu_mesh(3), ("data",))
-    assert why == "copies between devices fail: broken" and speed == 0
+    assert why == "copies between devices do not compile: broken" and speed == 0
     assert not left  # other copies need the connections
     communication._TRIED.clear()
     said[1][0] = "no memory"
     assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("no memory", 1e-6)
     assert left == ["no memory"]
+    communication._TRIED.clear()
+    compiled[1] = "no compiler"
+    assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("no compiler", 0)
+    assert left == ["no memory", "no compiler"]
 
 
 def failing(*args, **kwargs):
