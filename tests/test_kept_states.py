@@ -35,6 +35,7 @@ def test_a_state_is_saved_exported_and_made_again_as_recorded(name):
     assert kept_states.found_digests(name) == RECORD[name]
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same(tmp_path):
     """Two processes of four devices each: shards of the other one are fetched."""
     port = free_port()

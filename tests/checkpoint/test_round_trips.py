@@ -43,7 +43,8 @@ def scaled(n=8, **kwargs):
     return make_tx(n, **(dict(loss_scale=SCALE) | kwargs))
 
 
-# Every optimizer here restores what every other one saved.
+# One of them restores what every other one saved, and every other one what one saved: a checkpoint
+# has each part of a state by parameter, and says nothing of how it was cut.
 OPTIMIZERS = {
     "8": lambda: scaled(8),
     "4": lambda: scaled(4),
@@ -66,7 +67,9 @@ OPTIMIZERS = {
     "model axis": lambda: with_model_axis(),
     "model axis, params sharded": lambda: with_model_axis(sharding_strategy="optim_grads_params"),
 }  # fmt: skip
-OFTEN = {("remainders, 4, params sharded", "2, Auto axes")}
+ONE = "remainders, 4, params sharded"
+PAIRS = [*((ONE, target) for target in OPTIMIZERS), *((x, "8") for x in OPTIMIZERS if x != ONE)]
+OFTEN = {(ONE, "2, Auto axes")}
 
 
 def loss_fn(params, x, *, model_state, rng):
@@ -127,8 +130,7 @@ def saved(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("target", OPTIMIZERS)
-@pytest.mark.parametrize("source", OPTIMIZERS)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 @often(lambda source, target: (source, target) in OFTEN)
 def test_state_is_restored_under_another_mesh_strategy_and_policy(saved, source, target):
     folder, exported, _ = saved(source)
@@ -377,7 +379,7 @@ def test_states_of_optax_are_placed_like_the_template(tmp_path):
 
 
 def test_restore_params_returns_params_in_any_dtype_and_sharding(saved):
-    folder, (main, *_), want = saved("remainders, 4, params sharded")
+    folder, (main, *_), want = saved(ONE)
     assert_trees_same_bits(jda.restore_params(folder), want)
     sharding = jax.NamedSharding(mesh(2), P("data"))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), want)
