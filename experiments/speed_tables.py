@@ -373,14 +373,19 @@ LARGEST = {  # methods and their names
 LARGEST_RUNS = ("default", "device", "edges", "host", "early")
 
 
-def largest_model() -> str:
-    """One line for each kind of state of largest_model.py: the largest model that fits with it."""
+def largest_rows() -> dict[str, dict]:
+    """For each kind of state of largest_model.py: the row of the largest model that fits."""
     largest = {}
     for record in LARGEST_RUNS:
         for row in _results(f"largest_model/h100/{record}")["rows"]:
             kind = row["name"].partition("-")[0]
             if "seconds" in row and row["parameters"] >= largest.get(kind, row)["parameters"]:
                 largest[kind] = row
+    return largest
+
+
+def largest_model() -> str:
+    """One line for each kind of state: the largest model that fits with it."""
     table = [
         (
             LARGEST[kind],
@@ -389,7 +394,7 @@ def largest_model() -> str:
             f"{row['peak_bytes'] / 1e9:.1f} GB",
             f"{row['host_bytes'] / 1e9:.1f} GB" if row["host_bytes"] else "-",
         )
-        for kind, row in sorted(largest.items(), key=lambda x: x[1]["parameters"])
+        for kind, row in sorted(largest_rows().items(), key=lambda x: x[1]["parameters"])
     ]
     columns = ("state", "parameters", "s per step", "peak on the device", "on the host")
     return markdown.table(columns, table)
@@ -422,43 +427,67 @@ def fastest(rows, prefix) -> dict:
     return min((x for name, x in rows.items() if name.startswith(prefix)), key=lambda x: x["ms"])
 
 
-def gain(record, variant, group) -> str:
-    """How many percent more tokens/s than with the fastest annotations, the median of rounds."""
-    rows = clipped_steps(record)[group]
-    return f"{tables.gain(fastest(rows, 'annotated'), rows[variant])['percent']:.1f} %"
+def _more(record, group, rival, ours) -> str:
+    """How many percent more tokens/s, the median of rounds, of two rows without "+clip"."""
+    rows = {_variant(name): row for name, row in group_rows(f"bench_step/{record}", group).items()}
+    return f"{tables.gain(rows[rival], rows[ours])['percent']:+.1f} %"
 
 
-def headline() -> str:
-    """The gains in time and in memory on two and four GPUs."""
-    runs = (
-        ("h200_x2/clipped_two_processes", "optim+float32sum"),
-        ("h200_x2/clipped", "optim+float32sum"),
-        ("h100_x4/clipped_four_processes", ONCE),
-    )
-    gains = [[gain(*run, x) for x in ("unrolled-8", "unrolled-1")] for run in runs]
-    large = scanned_rows("large_model", "scanned-8")
-    rival, ours = (large[x] for x in ("annotated_fsdp+first_dim", SCANNED_CODED))
-    held, needed = (
-        [f"{nbytes / 1e9:.1f}" for nbytes in found]
-        for found in zip(*(bytes_of_step(row) for row in (ours, rival)), strict=True)
-    )
-    wide = f"{bytes_of_step(large[SCANNED_FLOAT32])[1] / 1e9:.1f}"
-    more = f"{100 * (1 - ours['ms'] / rival['ms']):.1f} %"
-    folder = "experiments/results/bench_step"
-    return (
-        "- **Fast.** Two H200s train a GPT of 1.31e9 parameters on "
-        f"**[{gains[0][0]} more tokens per second]({folder}/{runs[0][0]}.json)** than with "
-        "`optax.adamw` and its fastest `NamedSharding`s at 8 sequences per GPU, and on "
-        f"**{gains[0][1]} more** at one (ZeRO-1, a process for each GPU). In one process, it is "
-        f"{gains[1][0]} and {gains[1][1]}. With an earlier revision on four H100s (ZeRO-3, "
-        "parameters gathered once, a process for each GPU), it was "
-        f"[{gains[2][0]} and {gains[2][1]}]({folder}/{runs[2][0]}.json). "
-        "[All times and rivals](docs/benchmarks.md).\n"
-        "- **Small.** With 8-bit moments and 16-bit remainders of main parameters (float32 master "
-        "weights), each of four H100s, with an earlier revision, holds "
-        f"**[{held[0]} GB of a GPT of 6.7e9 parameters]({folder}/h100_x4/large_model.json)** "
-        f"between steps and needs {needed[0]} GB during a step ({wide} GB with a float32 state). "
-        f"`optax.adamw` (float32 state, FSDP by `NamedSharding`) holds {held[1]} GB, needs "
-        f"{needed[1]} GB, and has {more} fewer tokens per second. "
-        "[Every way to save memory](docs/out_of_memory.md)."
-    )
+def _linked(record, group, rival, ours) -> str:
+    """The same with a link to the record; None in place of ``group`` is both workloads."""
+    groups = (group,) if group else ("unrolled-8", "unrolled-1")
+    text = " and ".join(_more(record, x, rival, ours) for x in groups)
+    return f"[{text}](experiments/results/bench_step/{record}.json)"
+
+
+def _in_step(record, *variants, group="unrolled-8") -> str:
+    """GB of a GPU during a step, of some rows."""
+    rows = {_variant(name): row for name, row in group_rows(f"bench_step/{record}", group).items()}
+    return " / ".join(f"{bytes_of_step(rows[x])[1] / 1e9:.1f}" for x in variants)
+
+
+def decision() -> str:
+    """Who gains, how much beside optax, and with how many bytes: the first table of README."""
+    first, zero1, optim = "annotated_zero1", "annotated_zero1+first_dim", "optim+float32sum"
+    fsdp, two, four = "annotated_fsdp+first_dim", "h200_x2/clipped_two_processes", "h100_x4/clipped"
+    scanned = "h100_x4/scanned"
+    fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
+    sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
+    largest = f"[{sizes[0]} parameters on 80 GB](docs/out_of_memory.md#the-largest-model-on-one-gpu)"
+    both = [_more(scanned, f"scanned-{n}", fsdp, SCANNED_FLOAT32) for n in (8, 1)]
+    of_scanned = f"[{' and '.join(both)}](experiments/results/bench_step/{scanned}.json)"
+    large = _linked("h100_x4/large_model", "scanned-8", fsdp, SCANNED_CODED)
+    over_xla = "h100_x4/four_processes", "unrolled-8", zero1, f"{optim}+over_xla"
+    peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
+    table = [
+        (
+            "one GPU, and the model fits", "no need: it is as fast, and as large",
+            _linked("h200/clipped", None, first, optim), _in_step("h200/clipped", optim, first),
+        ),
+        (
+            "one GPU, and it does not fit", "**yes**: 8-bit moments, early updates",
+            f"{largest}, {sizes[1]} with optax", peaks,
+        ),
+        (
+            "2 to 8 GPUs with NVLink", "**yes**",
+            f"2 H200s: {_linked(two, None, zero1, optim)}; 4 H100s: "
+            f"{_linked('h100_x4/clipped_four_processes', None, zero1, ONCE)}; 8: not measured",
+            _in_step(two, optim, zero1) + "; " + _in_step(four, ONCE, zero1),
+        ),
+        (
+            "the same, with scanned layers (FSDP)", "**yes**",
+            f"4 H100s: {of_scanned}", _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
+        ),
+        (
+            "the same, 6.7e9 parameters", "**yes**, with 8-bit moments", f"4 H100s: {large}",
+            _in_step("h100_x4/large_model", SCANNED_CODED, fsdp, group="scanned-8"),
+        ),
+        (
+            "GPUs without NVLink", "for its memory and dtypes",
+            f"by XLA's collectives, 4 H100s: {_linked(four, None, zero1, 'optim')}; with float32 "
+            f"sums {_linked(*over_xla)}; PCIe: not measured", _in_step(four, "optim", zero1),
+        ),
+        ("several hosts", "try it: it has run on CPUs only", "not measured", "not measured"),
+    ]  # fmt: skip
+    columns = ("you train on", "use it?", "measured beside tuned optax, tokens/s")
+    return markdown.table((*columns, "GB of a GPU in a step: ours / optax's"), table)

@@ -149,7 +149,7 @@ def plan_memory_table() -> str:
 
 
 TABLES = {
-    "headline": speed_tables.headline,
+    "decision": speed_tables.decision,
     "kernel": kernel_table,
     "strategies": strategies_table,
     "optax_losses": optax_losses_table,
