@@ -300,6 +300,20 @@ def one_gpu() -> str:
     return markdown.table(("time beside optax's", "`optax.adamw`", *ways.values()), table)
 
 
+def images() -> str:
+    """One line for each program of bench_resnet.py that keeps the layout of its weights."""
+    table = [
+        (
+            f"`{row['program']}`",
+            f"{row['images_per_second']:,.0f}",
+            f"{row['milliseconds']:.1f} ({row['fastest']:.1f} to {row['slowest']:.1f})",
+        )
+        for row in _results("bench_resnet/h200/default")["rows"]
+        if "formats" not in row["program"]
+    ]
+    return markdown.table(("program", "images per second", "ms per step"), table)
+
+
 STORAGES = {  # modifiers of rows of bench_step.py
     "": "float32",
     "+remainder16": "remainder16, float32 moments",

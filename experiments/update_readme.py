@@ -167,6 +167,7 @@ TABLES = {
     "processes": speed_tables.processes,
     "scanned": speed_tables.scanned,
     "one_gpu": speed_tables.one_gpu,
+    "images": speed_tables.images,
     "host_steps": speed_tables.host_steps,
     "largest_model": speed_tables.largest_model,
     "plan_memory": plan_memory_table,

@@ -94,6 +94,16 @@ def test_wheels_have_code_for_the_gpus_that_the_page_names():
     assert f"CUDAARCHS:-{archs}}}" in command and f'CUDAARCHS="{archs}"' in workflow, archs
 
 
+def test_the_calls_that_no_cuda_graph_takes_are_on_a_page():
+    """Those whose handlers do not say that they only enqueue kernels."""
+    handlers = (ROOT / "cuda" / "ffi_backend.h").read_text().partition("HandlersOf() {")[2]
+    named = re.findall(r'\{"(\w+)",\s*CallFromXla<([^{}]*)>\}', handlers)
+    assert len(named) > 8
+    outside = {name for name, arguments in named if "kCapturable" not in arguments}
+    text = (DOCS / "design.md").read_text().partition("calls are in no CUDA graph")[2]
+    assert set(re.findall(r"`(jdistadam_\w+)`", text.partition("\n\n")[0])) == outside
+
+
 RESULTS = ROOT / "experiments" / "results"
 RECORDS = sorted(str(x.relative_to(RESULTS)) for x in RESULTS.glob("*/*/*"))
 
