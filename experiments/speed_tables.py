@@ -59,7 +59,7 @@ def sharded_state() -> str:
     """One line for each way to shard the state over two H100s; a column for each workload."""
     found = {row["name"]: row for row in _results("bench_step/h100_x2/sharded_state")["rows"]}
     names = (
-        ("annotated_zero1+first_dim", "`optax.adamw`, tuned annotations by hand"),
+        ("annotated_zero1+first_dim", "`optax.adamw`, tuned `NamedSharding`s"),
         ("annotated_zero1+fused", "`fused_adamw`, `state_shardings`"),
         ("optim+float32sum", "`jda.distributed`, an earlier kernel over peer memory"),
     )
@@ -85,15 +85,15 @@ CLIPPED_FOUR = (
 )
 OF_STEPS = {  # variants without "+clip", and their names
     "floor": "no optimizer",
-    "annotated_zero1": "optax, ZeRO-1 by annotations",
-    "annotated_zero1+first_dim": "optax, ZeRO-1 by annotations",
-    "annotated_fsdp+first_dim": "optax, FSDP by annotations",
+    "annotated_zero1": "optax, ZeRO-1 by `NamedSharding`",
+    "annotated_zero1+first_dim": "optax, ZeRO-1 by `NamedSharding`",
+    "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
     "torch_floor": "torch, no optimizer",
     "torch_fsdp2": "torch: FSDP2, fused AdamW",
     "optim+float32sum": 'jdistadam, "optim"',
     ONCE: "jdistadam, gathered once",
     f"{ZERO3}+block_by_block+float32sum": "jdistadam, blocks gathered one by one",
-    "optim": 'jdistadam, "optim", sums in bfloat16, over XLA',
+    "optim": 'jdistadam, "optim", sums in bfloat16, XLA\'s collectives',
 }
 
 
@@ -141,7 +141,7 @@ def clipped(records) -> str:
 def gains() -> str:
     """How many percent more tokens/s the fastest steps have than rivals; one line per run."""
     table = []
-    for rival, name in (("annotated", "annotations"), ("torch_fsdp2", "torch FSDP2")):
+    for rival, name in (("annotated", "optax"), ("torch_fsdp2", "torch FSDP2")):
         for record, gpus in CLIPPED + CLIPPED_FOUR:
             of_groups = clipped_steps(record).values()
             if all(has(rows, rival) for rows in of_groups):
@@ -165,7 +165,7 @@ SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
 SCANNED_CODED = f"{SCANNED_FLOAT32}+remainder16+block8"
 OF_SCANNED = {  # variants without "+clip", and their names
     "floor": "no optimizer",
-    "annotated_fsdp+first_dim": "optax, FSDP by annotations",
+    "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
     "torch_fsdp2+reshard": "torch: FSDP2, fused AdamW",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3",
     SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
@@ -212,7 +212,7 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
         "optim+float32sum+remainder16+block8",
         '"optim", 8-bit moments, 16 bits of main parameters',
     ),
-    ("every_strategy", "unrolled-8", "annotated_fsdp+first_dim", "FSDP by annotations"),
+    ("every_strategy", "unrolled-8", "annotated_fsdp+first_dim", "optax with FSDP"),
     ("host_state", "unrolled-8", "floor", "on another machine: alone"),
     (
         "host_state",
@@ -228,10 +228,10 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
         "1 sequence, gathered once",
     ),
     ("one_sequence", "unrolled-1", f"{ZERO3}+block_by_block+float32sum", "1 sequence, blocks"),
-    ("one_sequence", "unrolled-1", "annotated_fsdp+first_dim", "1 sequence, FSDP by annotations"),
+    ("one_sequence", "unrolled-1", "annotated_fsdp+first_dim", "1 sequence, optax with FSDP"),
     ("loops", "scanned-8", "floor", "scanned layers: forward and backward pass alone"),
     ("loops", "scanned-8", f"{ZERO3}+float32sum", "scanned layers"),
-    ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, FSDP by annotations"),
+    ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, optax with FSDP"),
     ("loops", "scanned-1", "floor", "the same with 1 sequence: alone"),
     ("loops", "scanned-1", f"{ZERO3}+float32sum", "scanned layers, 1 sequence"),
     ("loops", "unrolled-8x4", "floor", "4 micro-batches: forward and backward passes alone"),
@@ -241,7 +241,7 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
 
 
 def every_strategy() -> str:
-    """One line for each kind of step on four H100s: ms over copies and over XLA, and memory."""
+    """One line for each kind of step on four H100s: ms with each transport, and memory."""
     table = []
     for record, workload, variant, name in EVERY_STRATEGY:
         rows = group_rows(f"bench_step/h100_x4/{record}", workload)
@@ -250,15 +250,15 @@ def every_strategy() -> str:
         if "annotated" in variant:
             times = times[::-1]
         table.append((name, *times, f"{row['temporary_bytes'] / 1e9:.1f} GB"))
-    return markdown.table(("", "by copies", "over XLA", "temporary memory"), table)
+    return markdown.table(("", "by copies", "by XLA's collectives", "temporary memory"), table)
 
 
 PROCESSES = (  # variant, its name
     ("floor", "forward and backward pass alone"),
     ("optim+float32sum", '"optim"'),
-    (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks whole"),
-    ("annotated_zero1+first_dim", "ZeRO-1 by annotations"),
-    ("annotated_fsdp+first_dim", "FSDP by annotations"),
+    (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks unsharded"),
+    ("annotated_zero1+first_dim", "optax with ZeRO-1"),
+    ("annotated_fsdp+first_dim", "optax with FSDP"),
 )
 
 
@@ -467,7 +467,8 @@ def decision() -> str:
     scanned = "h100_x4/scanned"
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
-    largest = f"[{sizes[0]} parameters on 80 GB](docs/out_of_memory.md#the-largest-model-on-one-gpu)"
+    page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
+    largest = f"[{sizes[0]} parameters on 80 GB]({page})"
     both = [_more(scanned, f"scanned-{n}", fsdp, SCANNED_FLOAT32) for n in (8, 1)]
     of_scanned = f"[{' and '.join(both)}](experiments/results/bench_step/{scanned}.json)"
     large = _linked("h100_x4/large_model", "scanned-8", fsdp, SCANNED_CODED)
