@@ -1,4 +1,4 @@
-"""Writes the tables of README and of the pages in docs from the files in experiments/results.
+"""Writes the tables of README and of the pages in docs: from records, and from docstrings.
 
 python experiments/update_readme.py           # rewrites README.md and docs/*.md
 python experiments/update_readme.py --check   # exit code 1 if one of them is out of date
@@ -11,6 +11,7 @@ import sys
 
 import layer_tables
 import precision
+import public_names
 import speed_tables
 from lm import markdown
 
@@ -172,6 +173,7 @@ TABLES = {
     "largest_model": speed_tables.largest_model,
     "plan_memory": plan_memory_table,
     "layers": layer_tables.gathered_when,
+    "names": public_names.tables,
 }
 
 
