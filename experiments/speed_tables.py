@@ -476,12 +476,13 @@ def decision() -> str:
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
     table = [
         (
-            "one GPU, and the model fits", "no need: it is as fast, and as large",
+            "one GPU, and the model fits", "no need: as fast as optax, and as large",
             _linked("h200/clipped", None, first, optim), _in_step("h200/clipped", optim, first),
         ),
         (
-            "one GPU, and it does not fit", "**yes**: 8-bit moments, early updates",
-            f"{largest}, {sizes[1]} with optax", peaks,
+            "one GPU, and it does not fit",
+            "**yes**: [8-bit moments](docs/precision.md#which-should-i-choose), early updates",
+            f"{largest}, {sizes[1]} with optax in float32", peaks,
         ),
         (
             "2 to 8 GPUs with NVLink", "**yes**",
@@ -502,7 +503,7 @@ def decision() -> str:
             f"by XLA's collectives, 4 H100s: {_linked(four, None, zero1, 'optim')}; with float32 "
             f"sums {_linked(*over_xla)}; PCIe: not measured", _in_step(four, "optim", zero1),
         ),
-        ("several hosts", "try it: it has run on CPUs only", "not measured", "not measured"),
+        ("several hosts", "try it: so far on CPUs only", "not measured", "not measured"),
     ]  # fmt: skip
-    columns = ("you train on", "use it?", "measured beside tuned optax, tokens/s")
+    columns = ("you train on", "use it?", "measured beside tuned optax: tokens/s")
     return markdown.table((*columns, "GB of a GPU in a step: ours / optax's"), table)
