@@ -441,17 +441,14 @@ def fastest(rows, prefix) -> dict:
     return min((x for name, x in rows.items() if name.startswith(prefix)), key=lambda x: x["ms"])
 
 
-def _more(record, group, rival, ours) -> str:
-    """How many percent more tokens/s, the median of rounds, of two rows without "+clip"."""
-    rows = {_variant(name): row for name, row in group_rows(f"bench_step/{record}", group).items()}
-    return f"{tables.gain(rows[rival], rows[ours])['percent']:+.1f} %"
-
-
-def _linked(record, group, rival, ours) -> str:
-    """The same with a link to the record; None in place of ``group`` is both workloads."""
-    groups = (group,) if group else ("unrolled-8", "unrolled-1")
-    text = " and ".join(_more(record, x, rival, ours) for x in groups)
-    return f"[{text}](experiments/results/bench_step/{record}.json)"
+def _more(record, rival, ours, groups=("unrolled-8", "unrolled-1")) -> str:
+    """How many percent more tokens/s than a rival, the median of rounds, linked to the record."""
+    parts = []
+    for group in groups:
+        rows = group_rows(f"bench_step/{record}", group)
+        rows = {_variant(name): row for name, row in rows.items()}
+        parts.append(f"{tables.gain(rows[rival], rows[ours])['percent']:+.1f} %")
+    return f"[{' and '.join(parts)}](experiments/results/bench_step/{record}.json)"
 
 
 def _in_step(record, *variants, group="unrolled-8") -> str:
@@ -464,20 +461,19 @@ def decision() -> str:
     """Who gains, how much beside optax, and with how many bytes: the first table of README."""
     first, zero1, optim = "annotated_zero1", "annotated_zero1+first_dim", "optim+float32sum"
     fsdp, two, four = "annotated_fsdp+first_dim", "h200_x2/clipped_two_processes", "h100_x4/clipped"
-    scanned = "h100_x4/scanned"
+    processes, scanned = "h100_x4/clipped_four_processes", "h100_x4/scanned"
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
     largest = f"[{sizes[0]} parameters on 80 GB]({page})"
-    both = [_more(scanned, f"scanned-{n}", fsdp, SCANNED_FLOAT32) for n in (8, 1)]
-    of_scanned = f"[{' and '.join(both)}](experiments/results/bench_step/{scanned}.json)"
-    large = _linked("h100_x4/large_model", "scanned-8", fsdp, SCANNED_CODED)
-    over_xla = "h100_x4/four_processes", "unrolled-8", zero1, f"{optim}+over_xla"
+    of_scanned = _more(scanned, fsdp, SCANNED_FLOAT32, ("scanned-8", "scanned-1"))
+    large = _more("h100_x4/large_model", fsdp, SCANNED_CODED, ("scanned-8",))
+    over_xla = _more("h100_x4/four_processes", zero1, f"{optim}+over_xla", ("unrolled-8",))
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
     table = [
         (
             "one GPU, and the model fits", "no need: as fast as optax, and as large",
-            _linked("h200/clipped", None, first, optim), _in_step("h200/clipped", optim, first),
+            _more("h200/clipped", first, optim), _in_step("h200/clipped", optim, first),
         ),
         (
             "one GPU, and it does not fit",
@@ -486,9 +482,9 @@ def decision() -> str:
         ),
         (
             "2 to 8 GPUs with NVLink", "**yes**",
-            f"2 H200s: {_linked(two, None, zero1, optim)}; 4 H100s: "
-            f"{_linked('h100_x4/clipped_four_processes', None, zero1, ONCE)}; 8: not measured",
-            _in_step(two, optim, zero1) + "; " + _in_step(four, ONCE, zero1),
+            f"2 H200s: {_more(two, zero1, optim)}; 4 H100s: "
+            f"{_more(processes, zero1, ONCE)}; 8: not measured",
+            _in_step(two, optim, zero1) + "; " + _in_step(processes, ONCE, zero1),
         ),
         (
             "the same, with scanned layers (FSDP)", "**yes**",
@@ -500,8 +496,8 @@ def decision() -> str:
         ),
         (
             "GPUs without NVLink", "for its memory and dtypes",
-            f"by XLA's collectives, 4 H100s: {_linked(four, None, zero1, 'optim')}; with float32 "
-            f"sums {_linked(*over_xla)}; PCIe: not measured", _in_step(four, "optim", zero1),
+            f"by XLA's collectives, 4 H100s: {_more(four, zero1, 'optim')}; with float32 "
+            f"sums {over_xla}; PCIe: not measured", _in_step(four, "optim", zero1),
         ),
         ("several hosts", "try it: so far on CPUs only", "not measured", "not measured"),
     ]  # fmt: skip
