@@ -1,9 +1,14 @@
 """Sphinx builds these pages: ``sphinx-build -W docs docs/_build/html``."""
 
 import importlib.metadata
+import pathlib
+import sys
 
 import latex2mathml.converter
 from docutils import nodes
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import notebooks  # of this folder
 
 project = "jdistadam"
 author = "the authors of jdistadam"
@@ -11,7 +16,7 @@ release = importlib.metadata.version("jdistadam")
 html_title = "jdistadam"
 
 extensions = [
-    "myst_nb",  # pages in Markdown, and notebooks, which run when they are built
+    "myst_nb",  # pages in Markdown, and notebooks
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
 ]
@@ -21,6 +26,7 @@ exclude_patterns = ["_build", "jupyter_execute"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
+nb_execution_excludepatterns = ["*.ipynb"]  # they are run by notebooks.py, and show what they keep
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True  # what a cell prints stays together
@@ -55,5 +61,6 @@ def _visit_block(translator, node):
 
 
 def setup(app):
-    """Registers the renderer of formulas."""
+    """Registers the renderer of formulas; runs the notebooks."""
+    app.connect("builder-inited", lambda app: notebooks.check())
     app.add_html_math_renderer("mathml", (_visit_inline, None), (_visit_block, None))

@@ -53,7 +53,7 @@ def host_steps():
 
 THROUGHPUT = {  # variants by their first letters, names and colors
     "torch_fsdp2": ("torch FSDP2, one process per GPU (with 1 sequence it waits for Python)", GRAY),
-    "annotated": ("optax.adamw, fastest annotations", DARK),
+    "annotated": ("optax.adamw, its fastest sharding", DARK),
     "optim": ("jdistadam", BLUE),
 }
 
@@ -153,7 +153,7 @@ def _box(axes, left, right, low, text, color):
 
 
 def step_flow():
-    """Boxes in the order of a step, over XLA's collectives and over peer memory."""
+    """Boxes in the order of a step, with XLA's collectives and with peer memory."""
     figure, axes = plt.subplots(figsize=(7, 3.3), layout="constrained")
     backward = "backward pass:\ngradients of the\ndevice's batch"
     xla = {

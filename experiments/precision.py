@@ -88,7 +88,7 @@ def table(out):
 
 STATES = (  # what a reader wants, main parameters, both moments, the variant of low_precision.py
     ("no risk", "float32", "float32", "-"),
-    ("the same, from other last bits", "float32", "float32", "float32 state, other last bits"),
+    ("the same, started a millionth apart", "float32", "float32", "float32 state, other last bits"),
     ("no additional rounding", "remainder16", "float32", "none, given the same gradients"),
     ("half the state", "remainder16", "block16", "remainder16, 16-bit moments"),
     ("a third of the state", "remainder16", "block8", "remainder16, 8-bit moments"),

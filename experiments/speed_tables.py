@@ -59,7 +59,7 @@ def sharded_state() -> str:
     """One line for each way to shard the state over two H100s; a column for each workload."""
     found = {row["name"]: row for row in _results("bench_step/h100_x2/sharded_state")["rows"]}
     names = (
-        ("annotated_zero1+first_dim", "`optax.adamw`, tuned annotations by hand"),
+        ("annotated_zero1+first_dim", "`optax.adamw`, tuned `NamedSharding`s"),
         ("annotated_zero1+fused", "`fused_adamw`, `state_shardings`"),
         ("optim+float32sum", "`jda.distributed`, an earlier kernel over peer memory"),
     )
@@ -85,15 +85,15 @@ CLIPPED_FOUR = (
 )
 OF_STEPS = {  # variants without "+clip", and their names
     "floor": "no optimizer",
-    "annotated_zero1": "optax, ZeRO-1 by annotations",
-    "annotated_zero1+first_dim": "optax, ZeRO-1 by annotations",
-    "annotated_fsdp+first_dim": "optax, FSDP by annotations",
+    "annotated_zero1": "optax, ZeRO-1 by `NamedSharding`",
+    "annotated_zero1+first_dim": "optax, ZeRO-1 by `NamedSharding`",
+    "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
     "torch_floor": "torch, no optimizer",
     "torch_fsdp2": "torch: FSDP2, fused AdamW",
     "optim+float32sum": 'jdistadam, "optim"',
     ONCE: "jdistadam, gathered once",
     f"{ZERO3}+block_by_block+float32sum": "jdistadam, blocks gathered one by one",
-    "optim": 'jdistadam, "optim", sums in bfloat16, over XLA',
+    "optim": 'jdistadam, "optim", sums in bfloat16, XLA\'s collectives',
 }
 
 
@@ -141,7 +141,7 @@ def clipped(records) -> str:
 def gains() -> str:
     """How many percent more tokens/s the fastest steps have than rivals; one line per run."""
     table = []
-    for rival, name in (("annotated", "annotations"), ("torch_fsdp2", "torch FSDP2")):
+    for rival, name in (("annotated", "optax"), ("torch_fsdp2", "torch FSDP2")):
         for record, gpus in CLIPPED + CLIPPED_FOUR:
             of_groups = clipped_steps(record).values()
             if all(has(rows, rival) for rows in of_groups):
@@ -165,7 +165,7 @@ SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
 SCANNED_CODED = f"{SCANNED_FLOAT32}+remainder16+block8"
 OF_SCANNED = {  # variants without "+clip", and their names
     "floor": "no optimizer",
-    "annotated_fsdp+first_dim": "optax, FSDP by annotations",
+    "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
     "torch_fsdp2+reshard": "torch: FSDP2, fused AdamW",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3",
     SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
@@ -212,7 +212,7 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
         "optim+float32sum+remainder16+block8",
         '"optim", 8-bit moments, 16 bits of main parameters',
     ),
-    ("every_strategy", "unrolled-8", "annotated_fsdp+first_dim", "FSDP by annotations"),
+    ("every_strategy", "unrolled-8", "annotated_fsdp+first_dim", "optax with FSDP"),
     ("host_state", "unrolled-8", "floor", "on another machine: alone"),
     (
         "host_state",
@@ -228,10 +228,10 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
         "1 sequence, gathered once",
     ),
     ("one_sequence", "unrolled-1", f"{ZERO3}+block_by_block+float32sum", "1 sequence, blocks"),
-    ("one_sequence", "unrolled-1", "annotated_fsdp+first_dim", "1 sequence, FSDP by annotations"),
+    ("one_sequence", "unrolled-1", "annotated_fsdp+first_dim", "1 sequence, optax with FSDP"),
     ("loops", "scanned-8", "floor", "scanned layers: forward and backward pass alone"),
     ("loops", "scanned-8", f"{ZERO3}+float32sum", "scanned layers"),
-    ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, FSDP by annotations"),
+    ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, optax with FSDP"),
     ("loops", "scanned-1", "floor", "the same with 1 sequence: alone"),
     ("loops", "scanned-1", f"{ZERO3}+float32sum", "scanned layers, 1 sequence"),
     ("loops", "unrolled-8x4", "floor", "4 micro-batches: forward and backward passes alone"),
@@ -241,7 +241,7 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
 
 
 def every_strategy() -> str:
-    """One line for each kind of step on four H100s: ms over copies and over XLA, and memory."""
+    """One line for each kind of step on four H100s: ms with each transport, and memory."""
     table = []
     for record, workload, variant, name in EVERY_STRATEGY:
         rows = group_rows(f"bench_step/h100_x4/{record}", workload)
@@ -250,15 +250,15 @@ def every_strategy() -> str:
         if "annotated" in variant:
             times = times[::-1]
         table.append((name, *times, f"{row['temporary_bytes'] / 1e9:.1f} GB"))
-    return markdown.table(("", "by copies", "over XLA", "temporary memory"), table)
+    return markdown.table(("", "by copies", "by XLA's collectives", "temporary memory"), table)
 
 
 PROCESSES = (  # variant, its name
     ("floor", "forward and backward pass alone"),
     ("optim+float32sum", '"optim"'),
-    (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks whole"),
-    ("annotated_zero1+first_dim", "ZeRO-1 by annotations"),
-    ("annotated_fsdp+first_dim", "FSDP by annotations"),
+    (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks unsharded"),
+    ("annotated_zero1+first_dim", "optax with ZeRO-1"),
+    ("annotated_fsdp+first_dim", "optax with FSDP"),
 )
 
 
@@ -298,6 +298,20 @@ def one_gpu() -> str:
         plural = "" if sequences == "1" else "s"
         table.append((f"{layers} layers, {sequences} sequence{plural}", ms, *cells))
     return markdown.table(("time beside optax's", "`optax.adamw`", *ways.values()), table)
+
+
+def images() -> str:
+    """One line for each program of bench_resnet.py that keeps the layout of its weights."""
+    table = [
+        (
+            f"`{row['program']}`",
+            f"{row['images_per_second']:,.0f}",
+            f"{row['milliseconds']:.1f} ({row['fastest']:.1f} to {row['slowest']:.1f})",
+        )
+        for row in _results("bench_resnet/h200/default")["rows"]
+        if "formats" not in row["program"]
+    ]
+    return markdown.table(("program", "images per second", "ms per step"), table)
 
 
 STORAGES = {  # modifiers of rows of bench_step.py
@@ -373,14 +387,19 @@ LARGEST = {  # methods and their names
 LARGEST_RUNS = ("default", "device", "edges", "host", "early")
 
 
-def largest_model() -> str:
-    """One line for each kind of state of largest_model.py: the largest model that fits with it."""
+def largest_rows() -> dict[str, dict]:
+    """For each kind of state of largest_model.py: the row of the largest model that fits."""
     largest = {}
     for record in LARGEST_RUNS:
         for row in _results(f"largest_model/h100/{record}")["rows"]:
             kind = row["name"].partition("-")[0]
             if "seconds" in row and row["parameters"] >= largest.get(kind, row)["parameters"]:
                 largest[kind] = row
+    return largest
+
+
+def largest_model() -> str:
+    """One line for each kind of state: the largest model that fits with it."""
     table = [
         (
             LARGEST[kind],
@@ -389,7 +408,7 @@ def largest_model() -> str:
             f"{row['peak_bytes'] / 1e9:.1f} GB",
             f"{row['host_bytes'] / 1e9:.1f} GB" if row["host_bytes"] else "-",
         )
-        for kind, row in sorted(largest.items(), key=lambda x: x[1]["parameters"])
+        for kind, row in sorted(largest_rows().items(), key=lambda x: x[1]["parameters"])
     ]
     columns = ("state", "parameters", "s per step", "peak on the device", "on the host")
     return markdown.table(columns, table)
@@ -422,43 +441,65 @@ def fastest(rows, prefix) -> dict:
     return min((x for name, x in rows.items() if name.startswith(prefix)), key=lambda x: x["ms"])
 
 
-def gain(record, variant, group) -> str:
-    """How many percent more tokens/s than with the fastest annotations, the median of rounds."""
-    rows = clipped_steps(record)[group]
-    return f"{tables.gain(fastest(rows, 'annotated'), rows[variant])['percent']:.1f} %"
+def _more(record, rival, ours, groups=("unrolled-8", "unrolled-1")) -> str:
+    """How many percent more tokens/s than a rival, the median of rounds, linked to the record."""
+    parts = []
+    for group in groups:
+        rows = group_rows(f"bench_step/{record}", group)
+        rows = {_variant(name): row for name, row in rows.items()}
+        parts.append(f"{tables.gain(rows[rival], rows[ours])['percent']:+.1f} %")
+    return f"[{' and '.join(parts)}](experiments/results/bench_step/{record}.json)"
 
 
-def headline() -> str:
-    """The gains in time and in memory on two and four GPUs."""
-    runs = (
-        ("h200_x2/clipped_two_processes", "optim+float32sum"),
-        ("h200_x2/clipped", "optim+float32sum"),
-        ("h100_x4/clipped_four_processes", ONCE),
-    )
-    gains = [[gain(*run, x) for x in ("unrolled-8", "unrolled-1")] for run in runs]
-    large = scanned_rows("large_model", "scanned-8")
-    rival, ours = (large[x] for x in ("annotated_fsdp+first_dim", SCANNED_CODED))
-    held, needed = (
-        [f"{nbytes / 1e9:.1f}" for nbytes in found]
-        for found in zip(*(bytes_of_step(row) for row in (ours, rival)), strict=True)
-    )
-    wide = f"{bytes_of_step(large[SCANNED_FLOAT32])[1] / 1e9:.1f}"
-    more = f"{100 * (1 - ours['ms'] / rival['ms']):.1f} %"
-    folder = "experiments/results/bench_step"
-    return (
-        "- **Fast.** Two H200s train a GPT of 1.31e9 parameters on "
-        f"**[{gains[0][0]} more tokens per second]({folder}/{runs[0][0]}.json)** than with "
-        "`optax.adamw` and its fastest `NamedSharding`s at 8 sequences per GPU, and on "
-        f"**{gains[0][1]} more** at one (ZeRO-1, a process for each GPU). In one process, it is "
-        f"{gains[1][0]} and {gains[1][1]}. With an earlier revision on four H100s (ZeRO-3, "
-        "parameters gathered once, a process for each GPU), it was "
-        f"[{gains[2][0]} and {gains[2][1]}]({folder}/{runs[2][0]}.json). "
-        "[All times and rivals](docs/benchmarks.md).\n"
-        "- **Small.** With 8-bit moments and 16-bit remainders of main parameters (float32 master "
-        "weights), each of four H100s, with an earlier revision, holds "
-        f"**[{held[0]} GB of a GPT of 6.7e9 parameters]({folder}/h100_x4/large_model.json)** "
-        f"between steps and needs {needed[0]} GB during a step ({wide} GB with a float32 state). "
-        f"`optax.adamw` (float32 state, FSDP by `NamedSharding`) holds {held[1]} GB, needs "
-        f"{needed[1]} GB, and has {more} fewer tokens per second. "
-        "[Every way to save memory](docs/out_of_memory.md)."
-    )
+def _in_step(record, *variants, group="unrolled-8") -> str:
+    """GB of a GPU during a step, of some rows."""
+    rows = {_variant(name): row for name, row in group_rows(f"bench_step/{record}", group).items()}
+    return " / ".join(f"{bytes_of_step(rows[x])[1] / 1e9:.1f}" for x in variants)
+
+
+def decision() -> str:
+    """Who gains, how much beside optax, and with how many bytes: the first table of README."""
+    first, zero1, optim = "annotated_zero1", "annotated_zero1+first_dim", "optim+float32sum"
+    fsdp, two, four = "annotated_fsdp+first_dim", "h200_x2/clipped_two_processes", "h100_x4/clipped"
+    processes, scanned = "h100_x4/clipped_four_processes", "h100_x4/scanned"
+    fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
+    sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
+    page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
+    largest = f"[{sizes[0]} parameters on 80 GB]({page})"
+    of_scanned = _more(scanned, fsdp, SCANNED_FLOAT32, ("scanned-8", "scanned-1"))
+    large = _more("h100_x4/large_model", fsdp, SCANNED_CODED, ("scanned-8",))
+    over_xla = _more("h100_x4/four_processes", zero1, f"{optim}+over_xla", ("unrolled-8",))
+    peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
+    table = [
+        (
+            "one GPU, and the model fits", "no need: as fast as optax, and as large",
+            _more("h200/clipped", first, optim), _in_step("h200/clipped", optim, first),
+        ),
+        (
+            "one GPU, and it does not fit",
+            "**yes**: [8-bit moments](docs/precision.md#which-should-i-choose), early updates",
+            f"{largest}, {sizes[1]} with optax in float32", peaks,
+        ),
+        (
+            "2 to 8 GPUs with NVLink", "**yes**",
+            f"2 H200s: {_more(two, zero1, optim)}; 4 H100s: "
+            f"{_more(processes, zero1, ONCE)}; 8: not measured",
+            _in_step(two, optim, zero1) + "; " + _in_step(processes, ONCE, zero1),
+        ),
+        (
+            "the same, with scanned layers (FSDP)", "**yes**",
+            f"4 H100s: {of_scanned}", _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
+        ),
+        (
+            "the same, 6.7e9 parameters", "**yes**, with 8-bit moments", f"4 H100s: {large}",
+            _in_step("h100_x4/large_model", SCANNED_CODED, fsdp, group="scanned-8"),
+        ),
+        (
+            "GPUs without NVLink", "for its memory and dtypes",
+            f"by XLA's collectives, 4 H100s: {_more(four, zero1, 'optim')}; with float32 "
+            f"sums {over_xla}; PCIe: not measured", _in_step(four, "optim", zero1),
+        ),
+        ("several hosts", "try it: so far on CPUs only", "not measured", "not measured"),
+    ]  # fmt: skip
+    columns = ("you train on", "use it?", "measured beside tuned optax: tokens/s")
+    return markdown.table((*columns, "GB of a GPU in a step: ours / optax's"), table)

@@ -1,4 +1,4 @@
-"""Writes the tables of README and of the pages in docs from the files in experiments/results.
+"""Writes the tables of README and of the pages in docs: from records, and from docstrings.
 
 python experiments/update_readme.py           # rewrites README.md and docs/*.md
 python experiments/update_readme.py --check   # exit code 1 if one of them is out of date
@@ -11,6 +11,7 @@ import sys
 
 import layer_tables
 import precision
+import public_names
 import speed_tables
 from lm import markdown
 
@@ -149,7 +150,7 @@ def plan_memory_table() -> str:
 
 
 TABLES = {
-    "headline": speed_tables.headline,
+    "decision": speed_tables.decision,
     "kernel": kernel_table,
     "strategies": strategies_table,
     "optax_losses": optax_losses_table,
@@ -167,10 +168,12 @@ TABLES = {
     "processes": speed_tables.processes,
     "scanned": speed_tables.scanned,
     "one_gpu": speed_tables.one_gpu,
+    "images": speed_tables.images,
     "host_steps": speed_tables.host_steps,
     "largest_model": speed_tables.largest_model,
     "plan_memory": plan_memory_table,
     "layers": layer_tables.gathered_when,
+    "names": public_names.tables,
 }
 
 

@@ -36,6 +36,9 @@ def test_the_reference_has_every_public_name():
     modules = jdistadam, jdistadam.interop, jdistadam.flax
     public = {f"{x.__name__}.{name}" for x in modules for name in x.__all__}
     assert named == public - {"jdistadam.interop"}
+    listed = re.findall(r"^\| \[`([\w.]+)`\]\(\.\./(\S+)\)", (DOCS / "api.md").read_text(), re.M)
+    assert {f"jdistadam.{name}" for name, _ in listed} == named
+    assert all((ROOT / path).is_file() for _, path in listed)
 
 
 INTERNAL = {"make", "schedule", "of_bucket"}  # methods that the reference leaves out
@@ -72,10 +75,13 @@ def test_messages_can_be_looked_up():
 
 
 @pytest.mark.parametrize("name", sorted(x.name for x in DOCS.glob("*.ipynb")))
-def test_a_notebook_is_committed_without_results(name):
+def test_a_notebook_keeps_what_it_prints(name):
+    """docs/notebooks.py writes it; that it is what the cells print is checked by Sphinx."""
     notebook = json.loads((DOCS / name).read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    prints = [cell for cell in code if "print(" in "".join(cell["source"])]
+    assert prints and all(cell["outputs"] for cell in prints)
+    assert {x["output_type"] for cell in code for x in cell["outputs"]} == {"stream"}
 
 
 def test_the_source_distribution_leaves_records_out():
@@ -92,6 +98,16 @@ def test_wheels_have_code_for_the_gpus_that_the_page_names():
     command = (ROOT / ".ci" / "wheels").read_text()
     workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
     assert f"CUDAARCHS:-{archs}}}" in command and f'CUDAARCHS="{archs}"' in workflow, archs
+
+
+def test_the_calls_that_no_cuda_graph_takes_are_on_a_page():
+    """Those whose handlers do not say that they only enqueue kernels."""
+    handlers = (ROOT / "cuda" / "ffi_backend.h").read_text().partition("HandlersOf() {")[2]
+    named = re.findall(r'\{"(\w+)",\s*CallFromXla<([^{}]*)>\}', handlers)
+    assert len(named) > 8
+    outside = {name for name, arguments in named if "kCapturable" not in arguments}
+    text = (DOCS / "design.md").read_text().partition("calls are in no CUDA graph")[2]
+    assert set(re.findall(r"`(jdistadam_\w+)`", text.partition("\n\n")[0])) == outside
 
 
 RESULTS = ROOT / "experiments" / "results"
