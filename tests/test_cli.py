@@ -260,10 +260,7 @@ def test_plan_prints_bytes_of_devices_that_do_not_exist(tmp_path):
     )
     code, out, err = run_cli(tmp_path, "plan", *options, platforms="nonsense")
     assert code == 0, err
-    lines = {
-        line.rsplit(None, 3)[0]: line.split()[-1] for line in out.splitlines() if " held " in line
-    }
-    assert float(lines["params"]) == round(2 * 65_600 / 1e6, 2)
+    assert ["params", "held", f"{2 * 65_600 / 1e6:.2f}", "MB"] in map(str.split, out.splitlines())
     rows = [line.split() for line in out.splitlines()]
     assert ["reduce-scatter", "bfloat16", "data", "32", "3"] in [row[:5] for row in rows]
 
@@ -298,10 +295,34 @@ def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
 def test_plan_prints_the_transport_and_why(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "8"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "communication: xla (grad_reduce_dtype None)"
+    assert said == "communication: xla (--grad-reduce-dtype None)"
     assert __main__.main(["plan", *small, "--devices", "8", "--replicas", "2"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "communication: xla (grad_reduce_dtype None)"
+    assert said == "communication: xla (--grad-reduce-dtype None)"
+
+
+def test_plan_takes_peer_memory_host_memory_and_a_model_axis(monkeypatch, capsys):
+    """For GPUs, on any machine; and each device then holds what `jda.plan` says."""
+    shapes = {"w": (512, 1024), "odd": (512, 7), "b": (1024,)}
+    monkeypatch.setitem(bench.TREES, "small", shapes)
+    command = ("plan", "--tree", "small", "--devices", "8", "--grad-reduce-dtype", "float32")
+    assert __main__.main([*command]) == 0
+    assert capsys.readouterr().out.endswith("--communication peer plans for GPUs)\n")
+    assert __main__.main([*command, "--communication", "peer"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("\ncommunication: peer\n") and "mailboxes" in out
+    assert __main__.main([*command, "--state-memory", "pinned_host"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mu", "on", "the", "host", f"{4 * (512 * 1031 + 1024) / 8 / 1e6:.2f}", "MB"] in rows
+    assert __main__.main([*command, "--model-devices", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "devices             8, 2 along the model\n" in out
+    size = 2 * (512 * (512 + 7) + 1024)
+    assert ["params", "held", f"{size / 1e6:.2f}", "MB"] in map(str.split, out.splitlines())
+    err = error_of(capsys, *command, "--model-devices", "3")
+    assert "argument --model-devices: 3 does not divide 8 devices" in err
+    err = error_of(capsys, *command, "--model-devices", "2", "--communication", "peer")
+    assert "got a mesh with axes data, model" in err
 
 
 @pytest.mark.parametrize("command", ["plan", "audit"])

@@ -28,12 +28,13 @@ from jdistadam.distributed.store import bytes_of_windows
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.kernels.reference import KINDS, num_runs
+from jdistadam.tools.savings import settings_for
 from jdistadam.training import overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of ``plan``; prints as two tables.
+    """The result of ``plan``; prints as two tables, with what takes most and how to lower it.
 
     All numbers are bytes on one device.
 
@@ -51,6 +52,8 @@ class Plan:
       communication: The transport, and why it is not peer memory.
       on_host: Between steps in host memory, for this device, by name; with
         ``state_memory``.
+      settings: Settings that make the largest part smaller.
+      not_counted: What a step holds on a device in addition.
     """
 
     held: dict[str, int]
@@ -59,6 +62,8 @@ class Plan:
     collectives: tuple[Collective, ...]
     communication: Communication
     on_host: dict[str, int] = dataclasses.field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    not_counted: str = "activations, gradients in the dtype of the parameters, and the batch"
 
     @property
     def held_bytes(self) -> int:
@@ -71,21 +76,57 @@ class Plan:
         return sum(self.buffers.values())
 
     @property
+    def step_bytes(self) -> int:
+        """Upper bound of what a step holds, but for what is not counted."""
+        return self.held_bytes + self.sums + self.buffer_bytes
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that a device sends in one step."""
         return sum(c.bytes_sent for c in self.collectives)
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """Name and bytes of the largest part of ``step_bytes``."""
+        return max((self.held | self._in_a_step).items(), key=lambda part: part[1])
+
+    @property
+    def _in_a_step(self) -> dict[str, int]:
+        return {"accumulated gradients": self.sums} | self.buffers
 
     def __str__(self) -> str:
         """Returns the tables."""
         parts = [(name, "held", size) for name, size in self.held.items()]
         parts += [("total", "held", self.held_bytes)]
         parts += [(name, "on the host", size) for name, size in self.on_host.items()]
-        parts += [("accumulated gradients", "in a step", self.sums)]
-        parts += [(name, "in a step", size) for name, size in self.buffers.items()]
-        lines = [f"{'on each device':<24} {'when':<11} {'MB':>12}"]
-        lines += [f"{name:<24} {when:<11} {size / 1e6:>12.2f}" for name, when, size in parts]
+        parts += [(name, "in a step", size) for name, size in self._in_a_step.items()]
+        parts += [("total", "at most", self.step_bytes)]
+        lines = [f"{'on each device':<24} {'when':<11} {'size':>12}"]
+        lines += [f"{name:<24} {when:<11} {size_text(size):>12}" for name, when, size in parts]
         transport = f"communication: {self.communication}"
-        return "\n".join([*lines, "", format_collectives(self.collectives), transport])
+        return "\n".join(
+            [*lines, "", self._summary(), "", format_collectives(self.collectives), transport]
+        )
+
+    def _summary(self) -> str:
+        """What is not in the table, the largest part of it, and how to lower that."""
+        name, size = self.largest
+        ways = [*self.settings, "more in docs/out_of_memory.md"]
+        return (
+            f"not counted: {self.not_counted}\n"
+            f"largest: {name}, {size_text(size)}\n"
+            f"to lower it: {'; '.join(ways)}"
+        )
+
+
+def size_text(size: int) -> str:
+    """Returns a number of bytes as text: in GB, below one in MB.
+
+    Example:
+      >>> size_text(2_345_678), size_text(1_200_000_000)
+      ('2.35 MB', '1.20 GB')
+    """
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def plan(
@@ -104,11 +145,12 @@ def plan(
         the model's initialization.
       tx: A distributed optimizer, or ``fused_adamw`` and the like, whose plan has only what is
         held, in unsharded arrays. Its mesh may be larger than this machine if its devices come from
-        ``jax.experimental.topologies``.
+        ``jax.experimental.topologies``, or are virtual CPU devices. For these,
+        ``communication="peer"`` plans what GPUs that reach each other's memory would hold and send.
       accumulate_steps: As passed to ``train_step``.
 
     Returns:
-      A ``Plan``, all in bytes per device; ``print`` shows it as two tables.
+      A ``Plan``, all in bytes per device; ``print`` also shows its largest part, and how to lower it.
 
     Example:
       >>> import jax
@@ -139,7 +181,14 @@ def _plan_of_one_program(params: Params, tx: FusedTransformation) -> Plan:
         name = leaf.section or ("others" if math.prod(leaf.value.shape) > 1 else "scalars")
         held[name] = held.get(name, 0) + _nbytes(leaf.value)
     communication = Communication("xla", "of the program around it")
-    return Plan(held, sums=0, buffers={}, collectives=(), communication=communication)
+    return Plan(
+        held,
+        sums=0,
+        buffers={},
+        collectives=(),
+        communication=communication,
+        not_counted="gradients, activations, temporary memory and the batch",
+    )
 
 
 def _nbytes(tree: Any) -> int:
@@ -174,7 +223,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         buffers["windows of the state"] = max(
             bytes_of_windows(config, schedule.layout, calls) for calls in (of_step, of_average)
         )
-    return Plan(
+    planned = Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
         buffers=buffers,
@@ -182,6 +231,8 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         communication=config.communication,
         on_host=on_host,
     )
+    settings = settings_for(planned.largest[0], config, schedule.layout)
+    return dataclasses.replace(planned, settings=settings)
 
 
 def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
@@ -307,11 +358,11 @@ def format_collectives(planned: Sequence[Collective]) -> str:
     is_said = any(c.transport != "xla" for c in planned)
     lines = [
         f"{'collective':<15} {'dtype':<14} {'over':<16} {'devices':>7} {'times':>5} {'arrays':>6} "
-        f"{'elements':>13} {'MB sent':>10}{'  transport' if is_said else ''}"
+        f"{'elements':>13} {'sent':>10}{'  transport' if is_said else ''}"
     ]
     for (op, dtype, axes, devices, times, transport), (count, elements, sent) in rows.items():
         lines.append(
             f"{op:<15} {dtype:<14} {','.join(axes):<16} {devices:>7} {times:>5} {count:>6} "
-            f"{elements:>13} {sent / 1e6:>10.2f}{f'  {transport}' if is_said else ''}"
+            f"{elements:>13} {size_text(sent):>10}{f'  {transport}' if is_said else ''}"
         )
     return "\n".join(lines)
