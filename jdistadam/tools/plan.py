@@ -150,7 +150,7 @@ def plan(
       accumulate_steps: As passed to ``train_step``.
 
     Returns:
-      A ``Plan``, all in bytes per device; ``print`` also shows its largest part, and how to lower it.
+      A ``Plan``, in bytes per device; ``print`` also shows the largest part, and how to lower it.
 
     Example:
       >>> import jax
