@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import agreed_extra, contents_of
+from jdistadam.checkpoint.parts import fields_of
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
@@ -166,8 +167,17 @@ class Checkpointer:
         Raises:
           CheckpointError: A save failed, also one in the background; or newer checkpoints exist,
             even if this step is not saved.
+          HyperparameterError, TreeError: ``step`` is no number, or ``state`` no state.
         """
         self.check()
+        if isinstance(state, int | np.integer) and not isinstance(step, int | np.integer):
+            raise TreeError(
+                f"after_step: the arguments are in another order: got {type(step).__name__} and "
+                f"{state}, expected the number of the step, then the state. "
+                "Call after_step(step, state)."
+            )
+        check_count("step", step, least=0)
+        fields_of(state)
         if self.every is None:
             return False
         if step < self._newest:  # now, instead of after many steps that cannot be saved

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.tools.plan import format_collectives
+from jdistadam.training.planned import format_collectives
 from support.h200 import collectives
 from support.optimizers import distributed_adamw
 from support.planned import PLACEMENTS, POLICIES, STRATEGIES, as_sent, compile_row, sent

@@ -11,8 +11,8 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.distributed import calls
-from jdistadam.tools.savings import settings_for
 from jdistadam.training import overlap
+from jdistadam.training.savings import settings_for
 from support.dtypes import dtypes
 from support.h200 import WIDTH, loss_fn, params_of, placed
 from support.optimizers import distributed_adamw
