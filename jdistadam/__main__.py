@@ -69,11 +69,11 @@ def _bench(args: argparse.Namespace) -> int:
     on_gpu = device.platform == "gpu"
     copy = bench.copy_bandwidth(1 << (28 if on_gpu else 26), (130, 530) if on_gpu else (1, 3))
     rows = []
-    for tree in args.trees:
+    for tree in getattr(args, "trees", ["resnet50" if on_gpu else "flat4M"]):
         hosts = bench.measure_hosts(tree, ("float32", "optax.adamw"))
         for variant in ("float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw"):
-            row = bench.measure(tree, variant, copy)
-            rows.append(row._replace(**hosts.get(variant, {})))
+            row = bench.measure(tree, variant, copy)._replace(**hosts.get(variant, {}))
+            rows.append(row if on_gpu else row._replace(wall_share_of_copy=None))
     kind = device.device_kind
     if args.json:
         results = [row._asdict() for row in rows]

@@ -190,13 +190,28 @@ def test_bench_measures_every_variant(monkeypatch, capsys):
     report = json.loads(capsys.readouterr().out)
     rows = {row["variant"]: row for row in report["rows"]}
     assert set(rows) == {"float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw"}
-    for name, row in rows.items():
-        nbytes = bench.VARIANTS[name].bytes_per_parameter * (300 * 70 + 70)
+    for row in rows.values():
         assert row["parameters"] == 300 * 70 + 70 and row["leaves"] == 2
-        share = nbytes / (row["wall_microseconds"] * 1e-6) / 1e9
-        np.testing.assert_allclose(row["wall_share_of_copy"], share, rtol=1e-12)
+        assert row["wall_microseconds"] > 0 and row["wall_share_of_copy"] is None  # on a CPU
+    found = bench.measure("small", "float32", 1e9)
+    share = 28 * (300 * 70 + 70) / (found.wall_microseconds * 1e-6) / 1e9
+    np.testing.assert_allclose(found.wall_share_of_copy, share, rtol=1e-12)
     for name in ("float32", "optax.adamw"):
         assert rows[name]["host_microseconds"] > 0 and rows[name]["compile_seconds"] > 0
+
+
+def test_bench_on_a_cpu_takes_a_small_tree_and_prints_no_share_of_a_copy(monkeypatch, capsys):
+    """It took minutes, and printed 136.6 %: a copy there is no bound of a step."""
+    seen = []
+    measured = bench.Measured("flat4M", 1, 1 << 22, "float32", 2.0, 1.366, host_microseconds=3.0)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda *args: 1e9)
+    monkeypatch.setattr(bench, "measure_hosts", lambda tree, variants: seen.append(tree) or {})
+    monkeypatch.setattr(bench, "measure", lambda tree, variant, copy: measured)
+    assert __main__.main(["bench"]) == 0
+    out = capsys.readouterr().out
+    assert seen == ["flat4M"] and "%" not in out and "136" not in out
+    assert out.splitlines()[-1].split() == ["flat4M", "float32", "2", "-", "-", "-", "3", "-"]
+    assert __main__.main(["bench", "--trees", "gpt2s"]) == 0 and seen[-1] == "gpt2s"
 
 
 @pytest.mark.slow

@@ -168,10 +168,10 @@ def _add_bench_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--trees",
         nargs="+",
-        default=["resnet50"],
+        default=argparse.SUPPRESS,  # it depends on the device
         choices=bench.TREES,
         metavar="TREE",
-        help="trees to update: %(choices)s",
+        help="trees to update: %(choices)s (default: resnet50, on a CPU flat4M)",
     )
     parser.add_argument("--list", action="store_true", help="print the trees and exit")
     _add_json(parser)
