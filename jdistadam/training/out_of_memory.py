@@ -22,7 +22,7 @@ def check_memory(
       accumulate_steps: Number of micro-batches.
     """
     said = str(error).partition("\n")[0]
-    if "RESOURCE_EXHAUSTED" not in said:
+    if "RESOURCE_EXHAUSTED" not in said or "host_bfc" in str(error):  # of the host: says so itself
         return
     schedule = config.schedule(config.tensor_local(params), accumulate_steps=accumulate_steps)
     plan = plan_of(config, schedule, accumulate_steps=accumulate_steps)
