@@ -50,18 +50,20 @@ from jdistadam.errors import (
     MeshError,
     NativeError,
     NonfiniteError,
+    OutOfMemoryError,
     PolicyError,
     ShapeError,
     TreeError,
 )
 from jdistadam.kernels.native import export_checks
 from jdistadam.tools.audit import Audit, audit
-from jdistadam.tools.plan import Plan, plan
+from jdistadam.tools.plan import plan
 from jdistadam.training.eval_step import EvalStep, ema_params, eval_step, full_params
 from jdistadam.training.extra_state import ExtraState
 from jdistadam.training.loss import SkipLimit, count_nonfinite, nonfinite_paths
 from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
 from jdistadam.training.placement import shard_batch
+from jdistadam.training.planned import Plan
 from jdistadam.training.train_state import TrainState, reload_main_params
 from jdistadam.training.train_step import TrainStep, train_step
 
@@ -162,6 +164,7 @@ __all__ = [  # noqa: RUF022 - by task
     "MeshError",
     "NativeError",
     "NonfiniteError",
+    "OutOfMemoryError",
     "PolicyError",
     "ShapeError",
     "TreeError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -68,11 +69,11 @@ def _bench(args: argparse.Namespace) -> int:
     on_gpu = device.platform == "gpu"
     copy = bench.copy_bandwidth(1 << (28 if on_gpu else 26), (130, 530) if on_gpu else (1, 3))
     rows = []
-    for tree in args.trees:
+    for tree in getattr(args, "trees", ["resnet50" if on_gpu else "flat4M"]):
         hosts = bench.measure_hosts(tree, ("float32", "optax.adamw"))
         for variant in ("float32", "bf16, float32 main", "bf16, remainder16", "optax.adamw"):
-            row = bench.measure(tree, variant, copy)
-            rows.append(row._replace(**hosts.get(variant, {})))
+            row = bench.measure(tree, variant, copy)._replace(**hosts.get(variant, {}))
+            rows.append(row if on_gpu else row._replace(wall_share_of_copy=None))
     kind = device.device_kind
     if args.json:
         results = [row._asdict() for row in rows]
@@ -93,6 +94,12 @@ def _plan(args: argparse.Namespace) -> int:
     shape, axes = _mesh_shape(args, args.devices)
     tx, params = _optimizer(args, Mesh(np.arange(args.devices).reshape(shape), axes))
     planned = plan(params, tx, accumulate_steps=args.accumulate_steps)
+    why = command_line.with_flags(args, planned.communication.why_not_peer)
+    planned = dataclasses.replace(
+        planned,
+        settings=tuple(command_line.with_flags(args, x) for x in planned.settings),
+        communication=planned.communication._replace(why_not_peer=why),
+    )
     dtypes = f"{tx.config.policy}\n{tx.config.algorithm}"
     print(f"{_heading(args, args.devices)}\n\n{dtypes}\n\n{planned}")
     return 0
@@ -148,27 +155,38 @@ def _devices(args: argparse.Namespace) -> list[Any]:
 def _mesh_shape(
     args: argparse.Namespace, num_devices: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns shape and axes of the mesh: one axis, unless there are replicas."""
-    if num_devices % args.replicas:
-        _refuse(args, f"argument --replicas: {args.replicas} does not divide {num_devices} devices")
-    if args.replicas == 1:
-        return (num_devices,), ("data",)
-    return (args.replicas, num_devices // args.replicas), ("replica", "data")
+    """Returns shape and axes of the mesh: one axis, unless there are replicas or a model axis."""
+    sizes = {"replica": args.replicas, "data": num_devices, "model": args.model_devices}
+    for flag, axis in (("--model-devices", "model"), ("--replicas", "replica")):
+        if sizes["data"] % sizes[axis]:
+            text = f"{sizes[axis]} does not divide {sizes['data']} devices"
+            _refuse(args, f"argument {flag}: {text}")
+        sizes["data"] //= sizes[axis]
+    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "data")
+    return tuple(sizes[axis] for axis in axes), axes
 
 
 def _optimizer(args: argparse.Namespace, mesh: Any) -> tuple[Any, Any]:
     """Returns the optimizer described by the arguments, and the shapes of the params."""
     import jax
+    from jax.sharding import PartitionSpec as P
 
     from jdistadam.distributed.optimizer import distributed
     from jdistadam.drop_in.optimizer import fused_adamw
 
+    def spec(shape: tuple[int, ...]) -> P:
+        is_cut = len(shape) > 1 and shape[-1] % args.model_devices == 0
+        return P(*[None] * (len(shape) - 1), "model") if is_cut else P()
+
+    has_model_axis = "model" in mesh.axis_names
     moments = {name: getattr(args, name) for name in ("mu_dtype", "nu_dtype", "rounding")}
     tx = distributed(
         fused_adamw(1e-3, b1=args.b1, b2=args.b2, **moments),
         mesh=mesh,
         replica_axis="replica" if "replica" in mesh.axis_names else None,
-        communication=getattr(args, "communication", "auto"),
+        communication=args.communication,
+        state_memory=args.state_memory,
+        param_specs={k: spec(v) for k, v in args.tree.shapes.items()} if has_model_axis else None,
         sharding_strategy=args.sharding_strategy,
         outer_sharding_strategy=args.outer_sharding_strategy,
         reshard_after_forward=args.reshard_after_forward,
@@ -184,6 +202,7 @@ def _heading(args: argparse.Namespace, num_devices: int) -> str:
     """Returns the arguments as a description, in lines like those of a policy."""
     size = num_devices // args.replicas
     division = f", as {args.replicas} replicas of {size}" if args.replicas > 1 else ""
+    division += f", {args.model_devices} along the model" if args.model_devices > 1 else ""
     kept = "" if args.reshard_after_forward else ", not resharded"
     strategy = f"{args.sharding_strategy}, outer {args.outer_sharding_strategy}{kept}"
     lines = {
@@ -193,6 +212,8 @@ def _heading(args: argparse.Namespace, num_devices: int) -> str:
         "sharding_strategy": strategy,
         "accumulate_steps": args.accumulate_steps,
     }
+    if args.state_memory != "device":
+        lines["state_memory"] = args.state_memory
     return "\n".join(f"{name:<18}  {value}" for name, value in lines.items())
 
 

@@ -6,11 +6,13 @@ Every message has one form, so that users can act on it without a debugger::
 
 ``where`` is the path of a leaf or the name of an argument.
 
-Each class is also a subclass of the built-in exception that such a mistake usually raises, so
-``except ValueError`` keeps working.
+Each class is also a subclass of the exception of Python or JAX that such a mistake usually raises,
+so ``except ValueError`` keeps working.
 """
 
 from __future__ import annotations
+
+from jax.errors import JaxRuntimeError
 
 
 class JDistAdamError(Exception):
@@ -61,6 +63,10 @@ class CheckpointError(JDistAdamError, ValueError):
 
 class NonfiniteError(JDistAdamError, FloatingPointError):
     """Gradients or losses stay non-finite: the run would no longer learn."""
+
+
+class OutOfMemoryError(JDistAdamError, JaxRuntimeError):
+    """A device has too little memory for a step; the message says what the plan needs."""
 
 
 class NativeError(JDistAdamError, ImportError):

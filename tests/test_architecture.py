@@ -221,7 +221,7 @@ def test_checks_of_pairs_are_few_and_in_contributing():
 
 MOST_IMPORTS = 25
 MORE = {  # where parts meet, and how many names of the package they may import
-    "__init__.py": 75,
+    "__init__.py": 76,
     "distributed/checks.py": 33,
     "distributed/config.py": 26,
     "distributed/optimizer.py": 39,
@@ -229,7 +229,6 @@ MORE = {  # where parts meet, and how many names of the package they may import
     "distributed/update.py": 27,
     "drop_in/step.py": 35,
     "interop/convert.py": 27,
-    "tools/plan.py": 27,
     "training/admission.py": 32,
     "training/optax_state.py": 27,
 }

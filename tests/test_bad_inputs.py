@@ -355,6 +355,7 @@ ERRORS = [
     ("injected vectors", lambda: injected(learning_rate=jnp.ones(3)), jda.HyperparameterError, NOT_A_RATE.format(r"Array\(.*\)", "a scalar")),
     # -- distributed
     ("an optimizer of optax, distributed", lambda: jda.distributed(optax.adamw(1e-3), mesh=mesh()), jda.PolicyError, r"^distributed: an optimizer of optax, which knows of no shards: got GradientTransformationExtraArgs, .* Use fused_adamw in place of optax\.adamw"),
+    ("a chain of optax, distributed", lambda: jda.distributed(optax.chain(optax.clip_by_global_norm(1.0), fused()), mesh=mesh()), jda.PolicyError, r"^distributed: .* In place of optax\.chain, pass max_grad_norm for optax\.clip_by_global_norm, and put other parts before: jda\.chain\("),
     ("what jda.distributed returned", lambda: jda.distributed(make_tx(), mesh=mesh()), jda.PolicyError, r"^distributed: distributed already"),
     ("a chain inside", lambda: jda.distributed(jda.chain(optax.scale(0.5), fused()), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain or a wrapper: .* Put the chain around: jda\.chain\(before, jda\.distributed"),
     ("an injected chain inside", lambda: jda.distributed(jda.inject_hyperparams(lambda rate: jda.chain(optax.scale(1.0), fused(rate)))(0.1), mesh=mesh()), jda.PolicyError, r"^distributed: not an optimizer by itself, but a chain"),
@@ -458,6 +459,7 @@ ERRORS = [
     ("labels of another tree", lambda: make_tx(param_labels=lambda params: {"q": "a"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^param_labels: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
     ("numbers as labels", lambda: make_tx(param_labels={"w": 1, "b": 2}, groups={1: {}, 2: {}}).init(PARAMS), jda.DtypeError, r"^param_labels\['b'\]: not a str: got 2, expected a label"),
     ("an unknown setting of a group", lambda: labelled(lr=1.0), jda.HyperparameterError, r"^groups\['a'\]: unknown setting lr: got \{'lr': 1\.0\}, expected a dict with some of learning_rate, lr_scale, weight_decay"),
+    ("a misspelt setting of a group", lambda: labelled(weightdecay=0.1), jda.HyperparameterError, r"^groups\['a'\]: unknown setting weightdecay: got .* Pass weight_decay, or remove it\.$"),
     ("two learning rates of a group", lambda: labelled(learning_rate=1e-3, lr_scale=2.0), jda.HyperparameterError, r"^groups\['a'\]: two settings of one learning rate: got learning_rate and lr_scale, expected one"),
     ("a group's learning rate in a string", lambda: labelled(learning_rate="x"), jda.HyperparameterError, r"^groups\['a'\], learning_rate: out of range: got 'x'"),
     ("a group that is a number", lambda: make_tx(param_labels="a", groups={"a": 0.1}), jda.HyperparameterError, r"^groups\['a'\]: unknown setting 0\.1: got 0\.1, expected a dict"),

@@ -23,8 +23,9 @@ from jax.experimental import multihost_utils
 
 from jdistadam.checkpoint import storage
 from jdistadam.checkpoint.contents import agreed_extra, contents_of
+from jdistadam.checkpoint.parts import fields_of
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_count
+from jdistadam.core.arguments import check_count, shown
 from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
 from jdistadam.training.agreement import check_agreement, later_limit
 
@@ -166,8 +167,18 @@ class Checkpointer:
         Raises:
           CheckpointError: A save failed, also one in the background; or newer checkpoints exist,
             even if this step is not saved.
+          HyperparameterError, TreeError: ``step`` is no number, or ``state`` no state.
         """
         self.check()
+        if step is None or not _is_step(step):
+            is_swapped = isinstance(state, int | np.integer)
+            raise HyperparameterError(
+                "after_step: the first argument is not the number of a step: got "
+                f"{type(step).__name__ if is_swapped else shown(step)}, expected a whole number, 0 "
+                "or more. Call after_step(step, state), where step is counted on the host, or "
+                "int(state.step)."
+            )
+        fields_of(state)
         if self.every is None:
             return False
         if step < self._newest:  # now, instead of after many steps that cannot be saved
@@ -311,9 +322,14 @@ def _number_of(state: Any, count: int) -> int:
 # process renews it every minute.
 
 
+def _is_step(step: Any) -> bool:
+    is_number = isinstance(step, int | np.integer) and not isinstance(step, bool)
+    return step is None or (is_number and step >= 0)
+
+
 def check_step(step: Any, name: str = "step") -> None:
     """Raises HyperparameterError unless a step is a nonnegative integer, or None."""
-    if isinstance(step, bool) or not isinstance(step, int | np.integer | None) or (step or 0) < 0:
+    if not _is_step(step):
         raise HyperparameterError(
             f"{name}: not the number of a checkpoint: got {step!r}, "
             "expected a whole number, 0 or more. Pass how many steps were taken, or leave it out."

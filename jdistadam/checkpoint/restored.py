@@ -85,10 +85,11 @@ class Request:
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+            left = f"unused=lambda path: path.startswith({parts.path_of(rest[0])!r})"
             raise TreeError(
                 f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
                 f"got {rest[0]}{more}, expected a template that has all that was saved. "
-                "Restore into such a state, or name what may be left with unused=."
+                f"Restore into such a state, or name what may be left with {left}."
             )
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
@@ -124,9 +125,10 @@ class Request:
         error = TreeError if entry is None else ShapeError
         what = "missing in the file" if entry is None else "has another shape in the file"
         got = f"{len(self.reader.entries)} others" if entry is None else entry.like.shape
+        begins = f"new=lambda path: path.startswith({parts.path_of(name)!r})"
         raise error(
             f"{self.reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
-            "Restore into the state that was saved, or name what begins anew with new=."
+            f"Restore into the state that was saved, or name what begins anew with {begins}."
         )
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:

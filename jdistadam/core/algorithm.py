@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_flag, shown
+from jdistadam.core.arguments import check_flag, nearest, shown
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.core.storage import UNSET, Storage, parse, parse_main_params
@@ -192,7 +192,9 @@ def _hyper_of(label: str, hyper: Hyperparameters, given: Any) -> Hyperparameters
     """The hyperparameters of a group; None if it is frozen."""
     unknown = sorted(set(given) - set(_KEYS)) if isinstance(given, Mapping) else [repr(given)]
     if unknown:
-        action = "Remove it."
+        action = "Pass a dict."
+        if isinstance(given, Mapping):
+            action = f"Pass {nearest(unknown[0], _KEYS)}, or remove it."
         if unknown[0] == "lr":
             action = "Pass learning_rate, or lr_scale, which multiplies that of the optimizer."
         raise HyperparameterError(

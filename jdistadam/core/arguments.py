@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -104,6 +106,16 @@ def out_of_range(name: str, value: Any, expected: str) -> HyperparameterError:
     return HyperparameterError(
         f"{name}: out of range: got {shown(value)}, expected {expected}. Change {name}."
     )
+
+
+def nearest(name: Any, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most like a given one, if any; None if nothing is known.
+
+    Example:
+      >>> nearest("weightdecay", ("learning_rate", "weight_decay"))
+      'weight_decay'
+    """
+    return next(iter(difflib.get_close_matches(str(name), list(known), 1, 0.0)), None)
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> None:

@@ -73,8 +73,7 @@ class Communication(NamedTuple):
 
 
 OVER_XLA = Communication("xla", 'communication="xla"')
-NO_DEVICES = "devices that do not exist"
-"""Why not peer memory, if settings allow it but mesh devices are only numbers."""
+_TO_PLAN = 'communication="peer" plans for GPUs'
 
 
 def choose_communication(
@@ -108,7 +107,7 @@ def choose_communication(
         reasons.insert(0, "updates during the backward pass")
     if not reasons:
         reasons += _obstacles_of_devices(parallel, is_asked_for=requested == "peer")
-    if not reasons and len({x.process_index for x in parallel.mesh.devices.flat}) > 1:
+    if not reasons and len({_process_of(x) for x in parallel.mesh.devices.flat}) > 1:
         why = _why_processes_are_apart(parallel, is_asked_for=requested == "peer")
         reasons += [why] if why else []
     if not reasons:
@@ -135,22 +134,22 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
         yield "1 device"
     if policy.grad_reduce_dtype != np.float32:
         yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
-    devices = list(parallel.mesh.devices.flat)
-    if not hasattr(devices[0], "platform"):  # numbers, from the command `plan`
-        yield NO_DEVICES
-        return
-    platform = native.platform_of(devices[0].platform)
-    if not native.status(platform).available:
-        yield f"no compiled kernels: {native.status(platform).detail}"
 
 
 def _obstacles_of_devices(parallel: DataParallel, *, is_asked_for: bool) -> Iterator[str]:
     """Why peer memory is not used on these devices; fewer reasons if it is requested."""
     mesh, axes = parallel.mesh, parallel.shard_axes
     devices = list(mesh.devices.flat)
-    if native.platform_of(devices[0].platform) != "cuda":
+    if not hasattr(devices[0], "platform"):  # numbers, from the command `plan`
+        if not is_asked_for:
+            yield f"the devices do not exist; {_TO_PLAN}"
+        return
+    platform = native.platform_of(devices[0].platform)
+    if not native.status(platform).available:
+        yield f"no compiled kernels: {native.status(platform).detail}"
+    elif platform != "cuda":
         if not is_asked_for:  # CPU devices share memory anyway: no gain
-            yield f"platform {devices[0].platform}"
+            yield f"platform {platform}; {_TO_PLAN}"
     elif len({device.process_index for device in devices}) > 1:
         return
     elif not all(map(_is_here, devices)):
@@ -294,7 +293,7 @@ def groups_of(communication: Communication, parallel: DataParallel, axes: Axes) 
 @functools.cache
 def _groups_along(mesh: Any, axes: Axes) -> Groups:
     number = local_number
-    if len({getattr(device, "process_index", 0) for device in mesh.devices.flat}) > 1:
+    if len({_process_of(device) for device in mesh.devices.flat}) > 1:
         number = lambda device: OF_PROCESSES + device.id  # noqa: E731
     numbers = np.vectorize(number, otypes=[int])(mesh.devices)
     return tuple(map(tuple, _moved_last(mesh, axes, numbers)))
@@ -305,6 +304,12 @@ def _moved_last(mesh: Any, axes: Axes, values: Any) -> list[list[Any]]:
     last = [mesh.axis_names.index(axis) for axis in axes]
     moved = np.moveaxis(values, last, range(-len(last), 0))
     return moved.reshape(-1, math.prod(mesh.shape[x] for x in axes)).tolist()
+
+
+def _process_of(device: Any) -> int:
+    """The process of a device; 0 for a number, from the command `plan`."""
+    process: int = getattr(device, "process_index", 0)
+    return process
 
 
 def local_number(device: Any) -> int:

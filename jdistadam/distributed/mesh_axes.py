@@ -7,7 +7,6 @@ PartitionSpecs: over tensor axes from the user, over data axes from us.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.algorithm import for_each_leaf
-from jdistadam.core.arguments import check_flag
+from jdistadam.core.arguments import check_flag, nearest
 from jdistadam.core.collectives import axes_in, axes_of
 from jdistadam.core.trees import Params
 from jdistadam.distributed.layout import Layout
@@ -177,8 +176,8 @@ def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
     axes = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
     for axis in axes:
         if axis not in mesh.axis_names:  # a tuple: an axis may have no hash
-            close = difflib.get_close_matches(str(axis), mesh.axis_names, 1, 0.0)
-            action = f"Pass {name}={close[0]!r}?" if close else "Name the mesh's axes."
+            close = nearest(axis, mesh.axis_names)
+            action = f"Pass {name}={close!r}?" if close else "Name the mesh's axes."
             raise MeshError(
                 f"{name} {axis!r}: not an axis of the mesh: got axes {mesh.axis_names}, "
                 f"expected one of them, or a tuple of them. {action}"
@@ -212,7 +211,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         text = "".join(filter(str.isalnum, str(value))).lower()
         close = _MEANT.get(text.replace("zero", "").replace("stage", ""))
-        close = close or difflib.get_close_matches(str(value), choices, 1, 0.0)[0]
+        close = close or nearest(value, choices)
         if close not in choices:  # the outer strategy shards only the state
             close = choices[-1]
         raise PolicyError(

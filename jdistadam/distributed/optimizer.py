@@ -329,7 +329,11 @@ def _algorithm_of(tx: Any) -> Algorithm | None:
         )
     elif isinstance(tx, optax.GradientTransformation):
         what = "an optimizer of optax, which knows of no shards"
-        action = "Use fused_adamw in place of optax.adamw, and fused_adam in place of optax.adam."
+        action = (
+            "Use fused_adamw in place of optax.adamw, and fused_adam in place of optax.adam. In "
+            "place of optax.chain, pass max_grad_norm for optax.clip_by_global_norm, and put other "
+            "parts before: jda.chain(before, jda.distributed(fused_adamw(...), ...))."
+        )
     else:
         what, action = "not an optimizer", "Pass what fused_adamw(...) returns."
     raise PolicyError(

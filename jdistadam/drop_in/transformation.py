@@ -55,6 +55,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     ``step(grads, opt_state, params)`` returns new parameters directly from the kernel. It reads and
     writes 28 bytes per float32 parameter; ``update`` and ``optax.apply_updates`` together need 40.
+    Do not call ``optax.apply_updates`` after it: nobody sees that it adds parameters to parameters.
 
     For updates in place, donate params and state, and pass them in the order of the results.
     ``jax.jit`` pairs donated buffers with results of equal shape in order::
@@ -426,9 +427,14 @@ def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
       0.989999
     """
     if not isinstance(tx, FusedTransformation) or hasattr(tx, "config"):
+        what, action = type(tx).__name__, "Pass what fused_adamw(...) returns."
+        if hasattr(tx, "config"):
+            what, action = "a distributed optimizer", "Use jda.train_step, which jits a whole step."
+        elif isinstance(tx, optax.GradientTransformation):
+            what = f"an optimizer or a chain of optax, {what}"
+            action = "Use fused_adamw in place of optax.adamw, and jda.chain for optax.chain."
         raise PolicyError(
-            f"jit_step: cannot be used with this optimizer: got {type(tx).__name__}, "
-            "expected fused_adamw, fused_adam, or jda.chain(..., fused_adamw(...)). "
-            "For a distributed optimizer use train_step; in place of optax.chain use jda.chain."
+            f"jit_step: cannot be used with this optimizer: got {what}, "
+            f"expected fused_adamw, fused_adam, or jda.chain(..., fused_adamw(...)). {action}"
         )
     return JittedStep(tx, jit_options)

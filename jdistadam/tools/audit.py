@@ -19,11 +19,12 @@ from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state
 from jdistadam.errors import TreeError
 from jdistadam.tools import hlo
+from jdistadam.training.step_program import as_sent
 from jdistadam.training.train_state import TrainState, check_train_state
 from jdistadam.training.train_step import TrainStep
 
 _Counter = collections.Counter[tuple[str, str, int]]
-_MAX_SCALARS = 8  # elements of one all-reduce: losses, norms, weights, flags
+_MAX_SCALARS = 8  # elements of an array of an all-reduce: losses, norms, weights, flags
 
 # Dtypes that XLA's CPU backend neither computes with nor sends, and their substitutes, for every
 # operation. float16 stays as it is.
@@ -175,6 +176,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     whole = config.tensor_local(state.params)
     schedule = config.schedule(whole, accumulate_steps=step.options.accumulate_steps)
     planned, optional = _planned(step, schedule)
+    planned += _of_model_state(state.model_state, config)
     program = step.lower(state, batch).compile()
     text = program.as_text()
     ours, models, scalars = _found(text, config)
@@ -210,10 +212,9 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
     scalars = 0
     for c in hlo.collectives_in(text):
         arrays = c.arrays
-        small = [elements for _, elements in arrays if elements <= _MAX_SCALARS]
-        if c.op == "all-reduce" and small and sum(small) <= _MAX_SCALARS:
-            scalars += 1  # perhaps combined with gradients
+        if c.op == "all-reduce":  # scalars may be combined with gradients
             arrays = tuple(a for a in arrays if a[1] > _MAX_SCALARS)
+            scalars += len(arrays) < len(c.arrays)
         if c.devices == 1:
             continue  # nothing is sent; XLA leaves out most of these, not all
         found = models if config.has_model_axes and _is_of_model(c, config) else ours
@@ -276,3 +277,14 @@ def _planned(step: TrainStep, schedule: Schedule) -> tuple[_Counter, _Counter]:
     if step.options.report_nonfinite and devices > 1 and leaves > _MAX_SCALARS:
         planned["all-reduce", "int32", devices] += leaves
     return planned, optional
+
+
+def _of_model_state(model_state: Any, config: DistributedConfig) -> _Counter:
+    """Elements that devices send to average the model state, such as batch statistics."""
+    planned: _Counter = collections.Counter()
+    devices = config.parallel.num_devices
+    sent = jax.tree.leaves(jax.eval_shape(functools.partial(jax.tree.map, as_sent), model_state))
+    for x in sent if devices > 1 else ():
+        if x.size > _MAX_SCALARS:
+            planned["all-reduce", x.dtype.name, devices] += x.size
+    return planned

@@ -4,7 +4,8 @@ All times are per step. *Wall* is measured with two jitted programs that run dif
 steps in a loop: the median difference of their times, divided by the difference of the numbers. The
 start of a call therefore does not count. *Host* is how long one jitted call of one step blocks the
 caller, and *compile* is the time to trace and compile. The floor is the number of bytes that a step
-must move, divided by the bandwidth of an in-place copy in the same run.
+must move, divided by the bandwidth of an in-place copy in the same run. On a CPU, where a copy may
+use fewer cores than a step, the command prints no share of it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ TREES: dict[str, Shapes] = {
     "gpt2s": gpt2(768, 12),
     "resnet50": resnet50(),
     "many1000x4k": {f"l{i}": (4096,) for i in range(1000)},
+    "flat4M": {"w": (1 << 22,)},
 }
 """Shapes of the trees by name."""
 
@@ -239,7 +241,7 @@ class Measured(NamedTuple):
     parameters: int
     variant: str
     wall_microseconds: float
-    wall_share_of_copy: float
+    wall_share_of_copy: float | None
     device_microseconds: float | None = None
     device_share_of_copy: float | None = None
     host_microseconds: float | None = None
@@ -358,7 +360,8 @@ def format_rows(rows: Sequence[Measured]) -> str:
     for r in rows:
         lines.append(
             f"{r.tree:<12} {r.variant:<24} {r.wall_microseconds:>10.0f} "
-            f"{100 * r.wall_share_of_copy:>6.1f} % {_number(r.device_microseconds):>10} "
+            f"{_number(r.wall_share_of_copy, 100, 1, ' %'):>8} "
+            f"{_number(r.device_microseconds):>10} "
             f"{_number(r.device_share_of_copy, 100, 1, ' %'):>8} "
             f"{_number(r.host_microseconds):>9} {_number(r.compile_seconds, 1, 1):>10}"
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
+from jdistadam.core import memory
 from jdistadam.core.arguments import FLOATS
 from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.precision import FLOAT8, MixedPrecisionPolicy
@@ -97,15 +98,31 @@ def make_parser() -> Parser:
         help="a text in the paths of the leaves whose first dimension is the layer of a scan",
     )
     plan.add_argument(
+        "--model-devices",
+        type=_count,
+        metavar="N",
+        default=1,
+        help="number of devices over which the model is partitioned: each leaf of two or more "
+        "dimensions along its last one, if N divides it",
+    )
+    plan.add_argument(
+        "--state-memory",
+        choices=("device", memory.HOST),
+        default="device",
+        help="where main parameters and moments are between steps",
+    )
+    plan.add_argument(
         "--communication",
-        choices=("auto", "xla"),
+        choices=("auto", "xla", "peer"),
         default="auto",
-        help="auto: peer memory if the other settings allow it",
+        help="peer: between GPUs that can access each other's memory; auto: as xla, because no "
+        "device is known",
     )
     audit = command(
         "audit", "compile a step for the present devices, and compare what it sends with the plan"
     )
     _add_optimizer_arguments(audit)
+    audit.set_defaults(model_devices=1, state_memory="device", communication="auto")
     audit.add_argument("--order", action="store_true", help="print what the step does, in order")
     return parser
 
@@ -151,10 +168,10 @@ def _add_bench_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--trees",
         nargs="+",
-        default=["resnet50"],
+        default=argparse.SUPPRESS,  # it depends on the device
         choices=bench.TREES,
         metavar="TREE",
-        help="trees to update: %(choices)s",
+        help="trees to update: %(choices)s (default: resnet50, on a CPU flat4M)",
     )
     parser.add_argument("--list", action="store_true", help="print the trees and exit")
     _add_json(parser)

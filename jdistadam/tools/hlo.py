@@ -19,11 +19,16 @@ DTYPES = {
     "f64": "float64",
     "f8e5m2": "float8_e5m2",
     "f8e4m3fn": "float8_e4m3fn",
+    "c64": "complex64",
     "pred": "bool",
+    "s8": "int8",
+    "s16": "int16",
     "s32": "int32",
+    "s64": "int64",
     "u8": "uint8",
     "u16": "uint16",
     "u32": "uint32",
+    "u64": "uint64",
 }
 _OPS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 COPIED = "copied "

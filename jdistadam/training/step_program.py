@@ -137,6 +137,17 @@ def _skipped_so_far(state: DistributedState) -> jax.Array:
     return skipped if guard is None else skipped + guard.spikes + guard.nonfinite
 
 
+def as_sent(x: Any) -> jax.Array:
+    """A leaf of the model state as devices send it to average it.
+
+    Floats are at least float32; random keys are the words that they consist of.
+    """
+    if trees.is_key(x):
+        return jax.random.key_data(x)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32) if is_float else None)
+
+
 def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
     """Averages floats in float32, or float64; takes the maximum of integers, such as counters.
 
@@ -145,14 +156,11 @@ def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
 
     def mean(x: jax.Array) -> jax.Array:
         if trees.is_key(x):
-            words = collectives.all_reduce_max(jax.random.key_data(x), axes)
+            words = collectives.all_reduce_max(as_sent(x), axes)
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return collectives.all_reduce_mean(x, axes)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             return collectives.all_reduce_max(x, axes)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return collectives.all_reduce_mean(x.astype(wide), axes).astype(x.dtype)
+        return collectives.all_reduce_mean(as_sent(x), axes).astype(x.dtype)
 
     return jax.tree.map(mean, model_state)
 

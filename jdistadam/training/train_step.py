@@ -30,6 +30,7 @@ from jdistadam.errors import HyperparameterError
 from jdistadam.kernels import native
 from jdistadam.training.admission import Gate
 from jdistadam.training.loss import LossFunction
+from jdistadam.training.out_of_memory import check_memory
 from jdistadam.training.partitioned import check_model_axes
 from jdistadam.training.placement import check_batch_spec
 from jdistadam.training.reordered import Ordered
@@ -131,7 +132,8 @@ class TrainStep:
     """
 
     def __init__(self, program: StepProgram, compiler_options: dict[str, Any]) -> None:
-        self._step, self._given_options, self._has_warned = program, compiler_options, False
+        self._step, self._given_options = program, compiler_options
+        self._has_warned = self._has_ended = False
         self.tx = program.tx
         self.options = program.options
         self._gate = Gate(program, program.options.batch_spec, self.lower, donates=True)
@@ -173,13 +175,27 @@ class TrainStep:
           AgreementError: The processes do not all run the same program.
           LayoutError: The state has another layout, or its params were changed.
           MeshError: The state is sharded over another mesh, or in host memory.
+          OutOfMemoryError: A device has too little memory.
         """
         admitted = self._gate.admit(state, batch)
         if admitted.digest is None:
             self._warn_of_lost_options()
             return self._step(admitted.state, admitted.batch)
-        new, metrics = native.call(self._jitted, admitted.state, admitted.batch)
+        try:
+            new, metrics = native.call(self._run, admitted.state, admitted.batch)
+        except jax.errors.JaxRuntimeError as error:
+            steps = self.options.accumulate_steps
+            check_memory(error, self.tx.config, admitted.state.params.tree, steps)
+            raise
         return self._gate.returned(new, admitted.digest), metrics
+
+    def _run(self, state: TrainState, batch: Any) -> Any:
+        """Runs the program. Waits for the first step, which raises here if memory is too small."""
+        results = self._jitted(state, batch)
+        if not self._has_ended:
+            jax.block_until_ready(results[1])
+            self._has_ended = True
+        return results
 
     def _warn_of_lost_options(self) -> None:
         """Warns, once, that the options of a step do not reach the program that contains it."""

@@ -131,6 +131,38 @@ def test_a_step_is_saved_once(tmp_path):
             call("gs://bucket/x")
 
 
+def test_after_step_says_at_once_what_is_in_the_wrong_place(tmp_path):
+    """Not only at the next step that is saved."""
+    with jda.Checkpointer(tmp_path, every=1000) as checkpointer:
+        for step, state, got in (
+            (state_of(1.0), 1, "dict"),
+            (2.0, state_of(1.0), "2.0"),
+            (None, state_of(1.0), "None"),
+            (jnp.int32(3), state_of(1.0), "Array(3, dtype=int32)"),
+        ):
+            with pytest.raises(jda.HyperparameterError) as error:
+                checkpointer.after_step(step, state)
+            assert f"got {got}, expected a whole number" in str(error.value)
+            assert "Call after_step(step, state), where" in str(error.value)
+        with pytest.raises(jda.TreeError, match=r"^state: has no params and opt_state: got int"):
+            checkpointer.after_step(1, 1)
+
+
+def test_restore_into_a_changed_model_shows_what_to_write(tmp_path):
+    """`new` and `unused`, as code that then restores."""
+    state = state_of(1.0)
+    jda.save(tmp_path, state)
+    params = {"b": state["params"]["b"], "v": state["params"]["w"]}
+    other = {"params": params, "opt_state": optax.adamw(0.1).init(params)}
+    given = {}
+    for name in ("new", "unused"):
+        with pytest.raises(jda.TreeError) as error:
+            jda.restore(tmp_path, other, **given)
+        code = str(error.value).partition(f" with {name}=")[2].removesuffix(".")
+        given[name] = eval(code)
+    jda.restore(tmp_path, other, **given)
+
+
 def saved_at(folder, *steps):
     with jda.Checkpointer(folder) as checkpointer:
         for step in steps:

@@ -81,9 +81,18 @@ def test_jit_step_passes_extra_arguments_to_a_chain():
     assert list(seen[0]) == ["value"] and float(params["w"][0]) < 1
 
 
-@pytest.mark.parametrize("make", [lambda: optax.adamw(1e-3), lambda: optax.chain(jda.fused_adamw(1e-3)), lambda: distributed_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",)))], ids=["optax", "optax.chain", "distributed"])  # fmt: skip
-def test_jit_step_raises_for_optimizers_without_step(make):
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: optax.adamw(1e-3), "got an optimizer or a chain of optax, .* jda.chain for opt"),
+        (lambda: optax.chain(jda.fused_adamw(1e-3)), "got an optimizer or a chain of optax"),
+        (lambda: distributed_adamw(1e-3, mesh=jax.make_mesh((1,), ("data",))), "Use jda.train_st"),
+        (lambda: jda.fused_adamw, r"got function, .* Pass what fused_adamw\(\.\.\.\) returns\.$"),
+    ],
+    ids=["optax", "optax.chain", "distributed", "a function"],
+)
+def test_jit_step_raises_for_optimizers_without_step(make, advice):
     with pytest.raises(
-        jda.PolicyError, match=r"jit_step: cannot be used with this optimizer.*jda\.chain"
+        jda.PolicyError, match=f"jit_step: cannot be used with this optimizer.*{advice}"
     ):
         jda.jit_step(make())

@@ -1,5 +1,6 @@
 """Loading: late, once, and never at the price of JAX's own backends."""
 
+import os
 import subprocess
 import sys
 import types
@@ -12,11 +13,10 @@ import pytest
 import jdistadam as jda
 from jdistadam.kernels import native
 from support.bits import assert_trees_same_bits
+from support.paths import ROOT
 
 
 def run(code, **env):
-    import os
-
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env=os.environ | env,
@@ -103,6 +103,30 @@ def test_fallback_warns_once_and_works():
         JAX_PLATFORMS="cpu",
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "codes", "chosen", "why"),
+    [
+        ("", "sm_80 sm_90 sm_120", "75-virtual;80-real;90-real;100-real;120-virtual", "has no GPU"),
+        ("", "sm_80 sm_90", "75-virtual;80-real;90-real;90-virtual", "has no GPU"),
+        ("9.0 9.0", "sm_80 sm_90 sm_120", "90", "the GPUs of this machine"),
+        ("10.0 8.9 10.0", "sm_89 sm_100", "89-real;100", "the GPUs of this machine"),
+        ("9.0 12.1", "sm_90 sm_120", "75-virtual;80-real;90-real;100-real;120-virtual", "knows no"),
+        ("7.0", "sm_70 sm_90", "75-virtual;80-real;90-real;90-virtual", "knows no"),
+        ("[N/A]", "sm_90", "75-virtual;80-real;90-real;90-virtual", "has no GPU"),
+    ],
+)
+def test_a_build_is_for_the_gpus_of_the_machine(tmp_path, gpus, codes, chosen, why):
+    """As nvidia-smi and nvcc tell them; without any, for all."""
+    for name, lines in (("nvidia-smi", gpus), ("nvcc", codes)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf '%s\\n' {lines}\n")
+        (tmp_path / name).chmod(0o755)
+    script = ROOT / "cuda" / "architectures.py"
+    command = [sys.executable, "-S", script, tmp_path / "nvcc"]
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.splitlines()[0] == chosen and why in done.stdout.splitlines()[1]
 
 
 def test_a_build_without_cuda_traces_no_fallback(monkeypatch):

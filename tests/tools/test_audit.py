@@ -217,6 +217,47 @@ def test_small_leaves_are_planned_like_scalars(cpu_mesh):
     assert "\nas planned; besides" in str(found)
 
 
+def test_what_averages_the_model_state_is_planned(cpu_mesh):
+    """Floats in float32, integers and words of keys; small leaves are scalars, however many."""
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(8))
+    model_state = {
+        "mean": jnp.zeros(32),
+        "narrow": jnp.zeros((3, 7), jnp.bfloat16),
+        "seen": jnp.zeros(12, jnp.int32),
+        "keys": jax.random.split(jax.random.key(0), 16),
+        "scales": [jnp.zeros(())] * 20,
+    }
+
+    def loss(params, batch, *, model_state):
+        return jnp.sum(batch @ params["w"]), model_state | {"mean": jnp.mean(batch, 0)}
+
+    state = jda.TrainState.create({"w": jnp.ones((32, 8))}, tx, model_state=model_state)
+    step = jda.train_step(loss, tx)
+    found = jda.audit(step, state, jda.shard_batch(np.ones((8, 32), np.float32), tx))
+    assert found.passed, str(found)
+    reduced = {row.dtype: row.planned for row in found.rows if row.op == "all-reduce"}
+    assert reduced == {"float32": 32 + 3 * 7, "int32": 12, "uint32": 16 * 2}
+
+
+def test_parameters_gathered_once_for_all_micro_batches_are_missing(cpu_mesh):
+    """Without ``jax.checkpoint`` and ``after``, XLA gathers a block before the loop."""
+    tx = distributed_adamw(
+        1e-3,
+        mesh=cpu_mesh(4),
+        sharding_strategy="optim_grads_params",
+        layers=lambda path: "block",
+    )
+    step = jda.train_step(
+        lambda params, x: jnp.sum(jnp.tanh(x @ jda.gather_params(params, tx)["w"])),
+        tx,
+        accumulate_steps=2,
+    )
+    state = jda.TrainState.create({"w": jnp.ones((128, 128))}, tx)
+    found = jda.audit(step, state, jda.shard_batch(np.ones((8, 128), np.float32), tx))
+    (gathers,) = [row for row in found.rows if row.op == "all-gather"]
+    assert gathers.note == "MISSING" and gathers.found == 128 * 128, str(found)
+
+
 def test_one_device_has_nothing_to_check(cpu_mesh):
     tx = distributed_adamw(1e-3, mesh=cpu_mesh(1))
     state = jda.TrainState.create({"w": jnp.ones(400)}, tx)

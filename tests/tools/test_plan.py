@@ -1,5 +1,6 @@
 """The plan of bytes against XLA's own analysis of programs compiled for eight H200s."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.distributed import calls
 from jdistadam.training import overlap
+from jdistadam.training.savings import settings_for
 from support.dtypes import dtypes
 from support.h200 import WIDTH, loss_fn, params_of, placed
 from support.optimizers import distributed_adamw
@@ -211,6 +213,56 @@ def test_the_plan_prints_what_it_holds():
     params = {"w": np.zeros((1024, 1000), np.float32)}
     planned = jda.plan(params, tx)
     text = str(planned)
-    assert f"{planned.held_bytes / 1e6:.2f}" in text and "reduce-scatter" in text
+    assert f"{planned.held_bytes / 1e6:.2f} MB\n" in text and "reduce-scatter" in text
     assert planned.held["params"] == 4096_000 and planned.held["mu"] == 512_000
     assert planned.bytes_sent == 2 * 4096_000 * 7 // 8
+
+
+def test_the_plan_prints_a_total_its_largest_part_and_how_to_lower_it():
+    """1.3e9 parameters: their sum over micro-batches is 5.24 GB until it is sharded, and so on."""
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
+    params = {"w": jax.ShapeDtypeStruct((1310720, 1000), jnp.bfloat16)}
+    shards = dict(sharding_strategy="optim_grads", policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"))  # fmt: skip
+    said = [
+        (dict(), "accumulated gradients, 5.24 GB", 'sharding_strategy="optim_grads"'),
+        (dict(sharding_strategy="optim_grads"), "gradients as sent, 5.24 GB", "grad_comm_dtype=jnp.bfloat16; early_updates=True"),
+        (shards, "params, 2.62 GB", 'sharding_strategy="optim_grads_params"'),
+    ]  # fmt: skip
+    for options, largest, settings in said:
+        tx = distributed_adamw(1e-3, mesh=mesh, **options)
+        planned = jda.plan(params, tx, accumulate_steps=2)
+        lines = str(planned).splitlines()
+        parts = {line[:24].strip(): line.split()[-2:] for line in lines if " in a step " in line}
+        assert set(parts) == {"accumulated gradients", *planned.buffers}
+        total = planned.held_bytes + planned.sums + sum(planned.buffers.values())
+        assert ["total", "at", "most", f"{total / 1e9:.2f}", "GB"] in [x.split() for x in lines]
+        assert f"largest: {largest}" in lines
+        assert f"to lower it: {settings}; more in docs/out_of_memory.md" in lines
+        assert any(line.startswith("not counted: activations") for line in lines)
+
+
+def test_settings_of_a_plan_lower_what_they_are_named_for():
+    """Each makes its part smaller, in a plan that names it; the one of the sums, above."""
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
+    params = {"w": jax.ShapeDtypeStruct((4096, 1000), jnp.bfloat16)}
+    summed = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    over = lambda **options: distributed_adamw(1e-3, mesh=mesh, **options)  # noqa: E731
+    moments = dict(mu_dtype="block16", nu_dtype="block16")
+    parts = {
+        "main_params": [dict(sharding_strategy="optim"), dict(main_params_dtype="remainder16"), dict(state_memory="pinned_host")],
+        "mu": [dict(sharding_strategy="optim"), moments, dict(state_memory="pinned_host")],
+        "params": [dict(sharding_strategy="optim_grads_params")],
+        "mailboxes": [dict(policy=dataclasses.replace(summed, grad_comm_dtype="bfloat16")), dict(communication="xla")],
+    }  # fmt: skip
+    for part, changes in parts.items():
+        options = dict(policy=summed, communication="peer") if part == "mailboxes" else {}
+        options |= {} if part == "mailboxes" else dict(sharding_strategy="no_shard")
+        config = over(**options).config
+        layout = config.layout(params)
+        before = jda.plan(params, over(**options))
+        assert len(settings_for(part, config, layout)) == len(changes)
+        for change, setting in zip(changes, settings_for(part, config, layout), strict=True):
+            planned, name = jda.plan(params, over(**options | change)), next(iter(change))
+            assert name in setting or name == "policy"
+            size = (before.held | before.buffers)[part]
+            assert (planned.held | planned.buffers).get(part, 0) < size, (part, change)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.lookalike import BATCH, BF16, make_params, make_tx
+from support.optimizers import distributed_adamw
 from support.samples import often
 
 
@@ -59,6 +60,27 @@ def test_a_pair_is_a_weight_only_if_asked_for(second):
         trace(make_tx(), loss, BATCH)
     if second is not None:
         trace(make_tx(), loss, BATCH, has_aux=True)
+
+
+def test_a_step_without_memory_says_what_it_needs(cpu_mesh):
+    """XLA says only how many bytes it did not get, and only to who reads a result."""
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(2))
+
+    def loss(params, x):
+        terms = jnp.arange(1 << 24, dtype=jnp.float32) * params["w"][0, 0]
+        large = jnp.cumsum(jnp.broadcast_to(terms, (1 << 20, 1 << 24)), 0)[-1]  # 70 TB
+        return jnp.sum(x @ params["w"]) + jnp.sum(large)
+
+    step = jda.train_step(loss, tx)
+    state = jda.TrainState.create({"w": jnp.ones((512, 256))}, tx)
+    with pytest.raises(jda.OutOfMemoryError, match=r"too little memory: got .RESOURCE_") as error:
+        step(state, jnp.ones((2, 512)))
+    plan = jda.plan({"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}, tx)
+    held, largest = plan.held_bytes / 1e6, plan.largest[1] / 1e6
+    assert f"room for params and state of {held:.2f} MB" in str(error.value)
+    assert f"largest part is {plan.largest[0]}, {largest:.2f} MB. To lower it: " in str(error.value)
+    assert isinstance(error.value.__cause__, jax.errors.JaxRuntimeError)
+    assert isinstance(error.value, jax.errors.JaxRuntimeError)
 
 
 def test_weighted_needs_a_pair():
