@@ -48,6 +48,8 @@ PARTS = (
     "parameters, use jda.partition with optax.set_to_zero()."
 )
 """What to do about a chain without a fused step."""
+NO_OPTIMIZER = "no transformation in it has a fused step"
+"""Why a chain without one of our optimizers is not fused."""
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -180,6 +182,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     def is_as_made(self) -> bool:
         """Whether none of the functions was replaced."""
         return (*self, self.step) == self._made_of
+
+    @property
+    def only_updates(self) -> bool:
+        """Whether it is known that ``step`` is only ``update`` and ``apply_updates``."""
+        return self.is_as_made and bool(self._of_another)
 
     def _replace(self, **changes: Any) -> FusedTransformation:
         """As in every named tuple, also for ``step`` and other attributes."""
