@@ -40,10 +40,11 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     """``optax.chain`` with a ``step``, and with optax's state.
 
     ``step`` is fused if one of jdistadam's optimizers is followed only by what multiplies by a
-    number: ``optax.scale``, ``scale_by_schedule`` and ``scale_by_learning_rate``, also in
-    ``jda.masked``. ``add_decayed_weights`` without a mask, or ``jda.add_decayed_weights``, may
-    follow ``jda.scale_by_adam`` directly. The numbers are multiplied first, and main parameters
-    follow. Otherwise ``step`` is ``update`` and ``apply_updates``, and ``why_not_fused`` says why.
+    number: ``optax.scale``, ``scale_by_schedule``, ``scale_by_learning_rate`` and ``set_to_zero``,
+    also in ``jda.masked``. ``add_decayed_weights`` without a mask, or ``jda.add_decayed_weights``,
+    may follow ``jda.scale_by_adam`` and positive constants, which divide it. The numbers are
+    multiplied first, and main parameters follow. Otherwise ``step`` is ``update`` and
+    ``apply_updates``, and ``why_not_fused`` says why.
 
     The transformations before the optimizer change the gradients. ``optax.clip_by_global_norm``
     directly before it does not write them: the kernel multiplies them by the smaller of 1 and

@@ -131,7 +131,8 @@ class How(NamedTuple):
         zeros = [effect for effect in self.effects if effect.kind == "zero"]
         if not zeros:
             return out
-        leaves, treedef = jax.tree.flatten(out)
+        treedef: Any = jax.tree.structure(out)
+        leaves = jax.tree.leaves(out)
         old = jax.tree.leaves(params) if self.mode == "step" else map(jnp.zeros_like, leaves)
         pairs = enumerate(zip(leaves, old, strict=True))
         kept = [x if any(z.selects(i) for z in zeros) else new for i, (new, x) in pairs]
