@@ -30,6 +30,7 @@ from jdistadam.drop_in.transformation import (
     FullResult,
     FullStep,
     FusedTransformation,
+    has_full_step,
     made_of,
     takes_all,
     with_state,
@@ -188,7 +189,7 @@ class _Selections:
     def transformation(self) -> FusedTransformation | None:
         """The functions as an optimizer; None if none has a fused step."""
         _check_not_distributed("masked" if self.argument == "mask" else "partition", self.txs)
-        fused: list[Any] = [tx for tx in self.txs.values() if _has_step(tx)]
+        fused: list[Any] = [tx for tx in self.txs.values() if has_full_step(tx)]
         if not fused:
             return None
         tx = made_of(self.init, self.full_step)
@@ -237,19 +238,13 @@ def _selected(label_tree: Any, label: Any, tree: Any) -> Any:
     return jax.tree.map(lambda x, y: y if x == label else optax.MaskedNode(), label_tree, tree)
 
 
-def _has_step(tx: Any) -> bool:
-    """Whether a transformation has a step for wrappers, of new params or of directions."""
-    is_ours = isinstance(tx, FusedTransformation) and tx.full_step is not None
-    return is_ours and tx.is_as_made and (tx.is_fused or tx.is_direction)
-
-
 def _step_of(tx: Any) -> FullStep:
     """The step of any transformation."""
     if takes_all(tx):
         return tx.full_step
 
     def full_step(grads: Grads, state: Any, params: Params, extra: Any, how: How) -> FullResult:
-        if _has_step(tx) and how.mode == "step":
+        if has_full_step(tx) and how.mode == "step":
             return tx.full_step(grads, state, params, extra, how)
         is_zero = effect_of(tx) == Effect("zero", 0.0) and how.mode == "step"
         if is_zero and all(effect.kind != "decay" for effect in how.effects):
