@@ -448,8 +448,6 @@ def test_other_parts_are_not_taken_for_those_of_optax():
     assert not jda.chain(adamw("float32"), extra).is_fused
     for tx in (jda.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0)):
         assert not jda.chain(adamw("float32"), tx).is_fused
-    twice = [jda.add_decayed_weights(0.1)] * 2
-    assert not jda.chain(jda.scale_by_adam(), *twice, optax.scale(-1.0)).is_fused
 
 
 CHAINS = {
