@@ -25,9 +25,9 @@ def _has_step(tx: Any) -> bool:
     if isinstance(tx, DistributedTransformation):
         return False  # its update raises, and says what to use
     has_step = isinstance(tx, FusedTransformation)
-    if has_step and (tx.is_fused or not tx.is_as_made):
-        return True  # the user's own step, if functions were replaced
-    got = f"a chain: {tx.why_not_fused}" if has_step else type(tx).__name__
+    if has_step and not tx.only_updates:
+        return True  # also a step that the user wrote
+    got = type(tx).__name__ + (f": {tx.why_not_fused}" if has_step else "")
     warn_caller(
         f"tx: has no fused step, so that its update runs, which reads and writes more: got {got}, "
         "expected what jda.fused_adamw, jda.chain or jda.inject_hyperparams returns. Write "

@@ -14,10 +14,19 @@ from jdistadam.compose.distributed_chain import DistributedChain, check_state, u
 from jdistadam.core import trees
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.effects import Effect, How, algorithm_with, clip_factor, effect_of
+from jdistadam.drop_in.effects import (
+    Effect,
+    How,
+    algorithm_with,
+    clip_factor,
+    cure_of_hidden,
+    effect_of,
+    may_follow,
+)
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.drop_in.step import advance_schedules
 from jdistadam.drop_in.transformation import (
+    NO_OPTIMIZER,
     FullResult,
     FusedTransformation,
     full_step_of,
@@ -31,10 +40,11 @@ def chain(*transformations: optax.GradientTransformation) -> FusedTransformation
     """``optax.chain`` with a ``step``, and with optax's state.
 
     ``step`` is fused if one of jdistadam's optimizers is followed only by what multiplies by a
-    number: ``optax.scale``, ``scale_by_schedule`` and ``scale_by_learning_rate``, also in
-    ``jda.masked``. ``add_decayed_weights`` without a mask, or ``jda.add_decayed_weights``, may
-    follow ``jda.scale_by_adam`` directly. The numbers are multiplied first, and main parameters
-    follow. Otherwise ``step`` is ``update`` and ``apply_updates``, and ``why_not_fused`` says why.
+    number: ``optax.scale``, ``scale_by_schedule``, ``scale_by_learning_rate`` and ``set_to_zero``,
+    also in ``jda.masked``. ``add_decayed_weights`` without a mask, or ``jda.add_decayed_weights``,
+    may follow ``jda.scale_by_adam`` and positive constants, which divide it. The numbers are
+    multiplied first, and main parameters follow. Otherwise ``step`` is ``update`` and
+    ``apply_updates``, and ``why_not_fused`` says why.
 
     The transformations before the optimizer change the gradients. ``optax.clip_by_global_norm``
     directly before it does not write them: the kernel multiplies them by the smaller of 1 and
@@ -92,7 +102,7 @@ def _optimizer_in(
     end = len(transformations) - 1
     ours = [i for i, tx in enumerate(transformations) if isinstance(tx, FusedTransformation)]
     if not ours:
-        return end, (), "no transformation in it has a fused step"
+        return end, (), NO_OPTIMIZER
     place = ours[-1]
     tx, after = transformations[place], transformations[place + 1 :]
     if after and not takes_all(tx):
@@ -100,15 +110,28 @@ def _optimizer_in(
     effects: list[Effect] = []
     for i, other in enumerate(after):
         effect = effect_of(other)
-        allowed = ("factor", "decay") if tx.is_direction and i == 0 else ("factor",)
-        if effect is None or effect.kind not in allowed:
-            why = f"transformation {place + 1 + i} and later ones follow the optimizer, and do more"
-            return end, (), f"{why} than to multiply by numbers"
+        if effect is None or not may_follow(effect, effects, tx.is_direction):
+            return end, (), _why_not_joined(place + 1 + i, other, effect)
         effects.append(effect)
-    if tx.is_direction and not any(effect.kind == "factor" for effect in effects):
+    if not tx.is_fused and not tx.is_direction:
+        return end, (), tx.why_not_fused
+    if tx.is_direction and not any(effect.kind != "decay" for effect in effects):
         why = f"nothing multiplies by a learning rate after transformation {end}"
         return place, tuple(effects), why
     return place, tuple(effects), "" if after else tx.why_not_fused
+
+
+def _why_not_joined(i: int, tx: Any, effect: Effect | None) -> str:
+    """Why the kernel cannot do what transformation ``i`` does after the optimizer."""
+    if effect is not None and effect.kind == "decay":
+        return (
+            f"the weight decay of transformation {i} follows what is no direction of Adam times "
+            "positive constants: put it directly after jda.scale_by_adam"
+        )
+    if cure := cure_of_hidden(tx):
+        return f"transformation {i} follows the optimizer, and hides what it does: {cure}"
+    why = f"transformation {i} and later ones follow the optimizer, and do more"
+    return f"{why} than to multiply by numbers"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # by identity, like functions
@@ -136,7 +159,7 @@ class _Chain:
         tx._of_another = why_not_fused
         if getattr(self.last, "full_step", None) is not None:
             tx.full_step = self.full_step
-            is_rated = any(effect.kind == "factor" for effect in self.effects)
+            is_rated = any(effect.kind != "decay" for effect in self.effects)
             tx.is_direction = self.last.is_direction and not is_rated
             if algorithm := self.last.algorithm:
                 like_optax = tx if self.last.is_direction else algorithm.like_optax

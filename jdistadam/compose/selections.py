@@ -23,12 +23,14 @@ from jdistadam.core import trees
 from jdistadam.core.algorithm import for_each_leaf, is_function
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.drop_in.effects import How, effect_of, is_zero
+from jdistadam.drop_in.effects import Effect, How, effect_of
 from jdistadam.drop_in.parts import Part
 from jdistadam.drop_in.transformation import (
+    NO_OPTIMIZER,
     FullResult,
     FullStep,
     FusedTransformation,
+    has_full_step,
     made_of,
     takes_all,
     with_state,
@@ -42,7 +44,6 @@ def masked(inner: optax.GradientTransformation, mask: Any) -> optax.GradientTran
     As in optax, the updates of other leaves are their gradients: give those to another
     transformation, or use ``partition``. Around ``optax.scale`` and others that multiply by a
     number, and around ``jda.add_decayed_weights``, it is a part that ``jda.chain`` fuses.
-    ``jda.MultiSteps`` and ``jda.apply_if_finite`` keep their step only around it, not inside.
 
     Args:
       inner: A transformation.
@@ -90,8 +91,8 @@ def partition(
 
     The ``step`` of optimizers that have one is fused. Leaves of ``optax.set_to_zero`` are not
     touched; those of other transformations get their updates added. To train all leaves with one
-    kernel call, use ``param_labels`` and ``groups`` of ``fused_adamw``.
-    ``jda.MultiSteps`` and ``jda.apply_if_finite`` keep their step only around it, not inside.
+    kernel call, use ``param_labels`` and ``groups`` of ``fused_adamw``. Each label may have its own
+    ``jda.MultiSteps`` or ``jda.apply_if_finite``; then no factors may follow in a ``jda.chain``.
 
     Args:
       transforms: The transformation of each label.
@@ -129,8 +130,7 @@ def partition(
     if fused := tx.transformation():
         return fused
     plain = with_state(chain(theirs), lambda x: x[0], lambda x: (x,))
-    if any(getattr(tx, "is_fused", False) for tx in txs.values()):
-        plain._of_another = "a partition takes no MultiSteps or apply_if_finite: wrap the partition"
+    plain._of_another = tx.why_not_fused or plain._of_another
     return plain
 
 
@@ -189,13 +189,21 @@ class _Selections:
     def transformation(self) -> FusedTransformation | None:
         """The functions as an optimizer; None if none has a fused step."""
         _check_not_distributed("masked" if self.argument == "mask" else "partition", self.txs)
-        fused: list[Any] = [tx for tx in self.txs.values() if takes_all(tx)]
+        fused: list[Any] = [tx for tx in self.txs.values() if has_full_step(tx)]
         if not fused:
             return None
         tx = made_of(self.init, self.full_step)
+        tx.merges = all(map(takes_all, fused))
         tx.is_direction = all(x.is_direction for x in fused)
-        tx._of_another = next((x._of_another for x in fused if x._of_another), "")
+        tx._of_another = self.why_not_fused
         return tx
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why one of our optimizers has no fused step; "" if all have one."""
+        txs = [tx for tx in self.txs.values() if isinstance(tx, FusedTransformation)]
+        whys = (tx.why_not_fused for tx in txs)
+        return next((why for why in whys if why not in ("", NO_OPTIMIZER)), "")
 
     def full_step(
         self, grads: Grads, state: Any, params: Params, extra: Any, how: How
@@ -236,8 +244,10 @@ def _step_of(tx: Any) -> FullStep:
         return tx.full_step
 
     def full_step(grads: Grads, state: Any, params: Params, extra: Any, how: How) -> FullResult:
-        leaves_as_they_are = is_zero(tx) and how.mode == "step"
-        if leaves_as_they_are and all(effect.kind == "factor" for effect in how.effects):
+        if has_full_step(tx) and how.mode == "step":
+            return tx.full_step(grads, state, params, extra, how)
+        is_zero = effect_of(tx) == Effect("zero", 0.0) and how.mode == "step"
+        if is_zero and all(effect.kind != "decay" for effect in how.effects):
             return FullResult(params, state, None)
         grads = how.scaled(grads)
         updates, new = optax.with_extra_args_support(tx).update(grads, state, params, **extra)

@@ -208,9 +208,19 @@ class Product(NamedTuple):
         return functools.reduce(operator.mul, map(value_of, self.factors))
 
 
+class Sum(NamedTuple):
+    """A weight decay as terms, whose sum is taken in the program of the step."""
+
+    terms: tuple[Any, ...]
+
+    def value(self) -> Any:
+        """The sum."""
+        return functools.reduce(operator.add, map(value_of, self.terms))
+
+
 def value_of(x: Any) -> Any:
-    """Returns a number that may be a schedule or a product now."""
-    return x.value() if isinstance(x, TracedSchedule | Product) else x
+    """Returns a number that may be a schedule, a product or a sum now."""
+    return x.value() if isinstance(x, TracedSchedule | Product | Sum) else x
 
 
 def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jdistadam.core.algorithm import Algorithm, decay_groups, product
 from jdistadam.core.hyperparameters import (
     Hyperparameters,
     Product,
+    Sum,
     TracedSchedule,
     schedule_now,
     value_of,
@@ -35,7 +37,7 @@ class Effect(NamedTuple):
     """What a part does to updates u of params p.
 
     Attributes:
-      kind: "factor": x * u. "decay": u + x * p. "clip": u * min(1, x / norm).
+      kind: "factor": x * u. "zero": zeros. "decay": u + x * p. "clip": u * min(1, x / norm).
       number: x, or a schedule of the step count in the part's state. Of a clip, a function. In a
         step, x or a ``TracedSchedule``.
       mask: Which leaves it changes: a tree of bools or a function of one. In a step, a bool for
@@ -109,7 +111,10 @@ class How(NamedTuple):
             for effect in self.effects:
                 if effect.selects(i):
                     x = jnp.asarray(value_of(effect.number), u.dtype)
-                    u = x * u if effect.kind == "factor" else u + x * p
+                    if effect.kind == "zero":
+                        u = jnp.zeros_like(u)
+                    else:
+                        u = x * u if effect.kind == "factor" else u + x * p
             return u
 
         treedef: Any = jax.tree.structure(updates)
@@ -117,6 +122,21 @@ class How(NamedTuple):
         like = params if reads_params else updates
         pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(like), strict=True)
         return treedef.unflatten([one(i, *pair) for i, pair in enumerate(pairs)])
+
+    def stilled(self, out: Any, params: Params) -> Any:
+        """New params or updates, without those of leaves whose updates are set to zero.
+
+        The kernel multiplies them by zero, which is not zero if they are not finite.
+        """
+        zeros = [effect for effect in self.effects if effect.kind == "zero"]
+        if not zeros:
+            return out
+        treedef: Any = jax.tree.structure(out)
+        leaves = jax.tree.leaves(out)
+        old = jax.tree.leaves(params) if self.mode == "step" else map(jnp.zeros_like, leaves)
+        pairs = enumerate(zip(leaves, old, strict=True))
+        kept = [x if any(z.selects(i) for z in zeros) else new for i, (new, x) in pairs]
+        return treedef.unflatten(kept)
 
     def applied(self, updates: Any, params: Params) -> Any:
         """The result of the mode for updates that no kernel made."""
@@ -151,10 +171,11 @@ def with_effects(
     columns = []
     for group, chosen in groups:
         fixed, of_step = dict(numbers[group]), dict(now[group])
-        factors = [effects[j].number for j in chosen if effects[j].kind == "factor"]
-        for x in (effects[j].number for j in chosen if effects[j].kind == "decay"):
+        factors, decay = _in_order([effects[j] for j in chosen])
+        if decay is not None:
             del fixed["weight_decay"]
-            (of_step if isinstance(x, TracedSchedule) else fixed)["weight_decay"] = x
+            is_made_now = isinstance(decay, TracedSchedule | Sum)
+            (of_step if is_made_now else fixed)["weight_decay"] = decay
         if factors:
             rate = (of_step if "learning_rate" in of_step else fixed).pop("learning_rate")
             of_step["learning_rate"] = Product((rate, *factors))
@@ -162,19 +183,57 @@ def with_effects(
     return (tuple(new_rows), *zip(*columns, strict=True))  # type: ignore[return-value]
 
 
+def _in_order(effects: Sequence[Effect]) -> tuple[list[Any], Any]:
+    """The factors of updates, and the decay that is added before all of them; None: no decay.
+
+    A decay after factors is divided by them: f * u + x * p = f * (u + x / f * p).
+    """
+    factors, terms = list[Any](), list[Any]()
+    for effect in effects:
+        if effect.kind != "decay":
+            factors.append(effect.number)
+        else:
+            x = effect.number
+            terms.append(float(x) / math.prod(map(float, factors)) if factors else x)
+    if len(terms) < 2:
+        return factors, terms[0] if terms else None
+    is_known = all(map(is_constant, terms))
+    return factors, sum(map(float, terms)) if is_known else Sum(tuple(terms))
+
+
+def is_constant(x: Any) -> bool:
+    """Whether a number is known while a step is traced."""
+    return not callable(x) and not isinstance(x, jax.core.Tracer | TracedSchedule)
+
+
+def may_follow(effect: Effect, before: Sequence[Effect], is_direction: bool) -> bool:
+    """Whether the kernel can do what a part does after an optimizer and effects.
+
+    Decay may follow a direction, and factors that it can be divided by.
+    """
+    factors = [x.number for x in before if x.kind != "decay"]
+    if effect.kind != "decay" or not is_direction or not factors:
+        return effect.kind in ("factor", "zero") or (effect.kind == "decay" and is_direction)
+    if not all(map(is_constant, (effect.number, *factors))):
+        return False
+    return float(effect.number) >= 0 and all(float(x) > 0 for x in factors)
+
+
 def algorithm_with(
     algorithm: Algorithm | None, effects: Sequence[Effect], like_optax: Any
 ) -> Algorithm | None:
     """Returns what an optimizer and effects compute, with the state of ``like_optax``.
 
-    None if factors are of some leaves only.
+    None if factors are of some leaves only, or decays of several parts are to be added.
     """
     if algorithm is None or not effects:
         return algorithm
-    factors = [effect for effect in effects if effect.kind == "factor"]
-    decay = next((effect for effect in effects if effect.kind == "decay"), None)
-    if any(effect.mask is not None for effect in factors):
+    factors = [effect for effect in effects if effect.kind != "decay"]
+    decays = [effect for effect in effects if effect.kind == "decay"]
+    is_known = len(decays) < 2 and not (decays and algorithm.reads_params)
+    if any(effect.mask is not None for effect in factors) or not is_known:
         return None
+    decay = decays[0]._replace(number=_in_order(effects)[1]) if decays else None
 
     def with_effects(hyper: Hyperparameters | None) -> Any:
         if hyper is None:
@@ -209,14 +268,20 @@ _SCHEDULED = optax.scale_by_schedule(jnp.float32).update.__code__
 _DECAY = optax_add_decayed_weights(0.1).update.__code__
 _CLIP = optax.clip_by_global_norm(1.0).update.__code__
 _ZERO = optax.set_to_zero().update.__code__
+_HIDING = {
+    optax.masked(optax.identity(), True).update.__code__: (
+        "write jda.masked in place of that of optax, around a number or jda.add_decayed_weights"
+    ),
+    optax.chain(optax.identity()).update.__code__: "write its parts in place of optax.chain",
+}
 
 _LARGE = 2.0**63
 """A gradient whose square is finite, and which is above the norm of any clip."""
 
 
-def is_zero(tx: Any) -> bool:
-    """Whether a transformation is ``optax.set_to_zero``."""
-    return _code(tx) is _ZERO
+def cure_of_hidden(tx: Any) -> str | None:
+    """What to write in place of a function of optax that hides what a transformation does."""
+    return _HIDING.get(_code(tx))
 
 
 def _code(tx: Any) -> Any:
@@ -242,6 +307,8 @@ def effect_of(tx: Any) -> Effect | None:
 
     if code is _CLIP:
         return Effect("clip", lambda: number(None))
+    if code is _ZERO:
+        return Effect("zero", 0.0)
     if code is _SCHEDULED:
         return Effect("factor", at)
     if code not in (_FACTOR, _DECAY):

@@ -375,7 +375,8 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
             for name, tree in (("grads", grads), ("opt_state", state), ("params", params)):
                 trees.check_numbers(tree, name=name)
             raise
-        return FullResult(with_frozen(rows, new.out, kept), new.state, new.norms)
+        out = how.stilled(with_frozen(rows, new.out, kept), whole)
+        return FullResult(out, new.state, new.norms)
 
     return made_of(init, full_step, algorithm=algorithm)
 

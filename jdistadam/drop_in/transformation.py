@@ -48,6 +48,8 @@ PARTS = (
     "parameters, use jda.partition with optax.set_to_zero()."
 )
 """What to do about a chain without a fused step."""
+NO_OPTIMIZER = "no transformation in it has a fused step"
+"""Why a chain without one of our optimizers is not fused."""
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -182,6 +184,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         """Whether none of the functions was replaced."""
         return (*self, self.step) == self._made_of
 
+    @property
+    def only_updates(self) -> bool:
+        """Whether it is known that ``step`` is only ``update`` and ``apply_updates``."""
+        return self.is_as_made and bool(self._of_another)
+
     def _replace(self, **changes: Any) -> FusedTransformation:
         """As in every named tuple, also for ``step`` and other attributes."""
         attributes = {name: changes.pop(name, value) for name, value in vars(self).items()}
@@ -245,11 +252,17 @@ def step_of(full_step: FullStep) -> StepFn:
     return step
 
 
+def has_full_step(tx: Any, *, may_be_direction: bool = True) -> bool:
+    """Whether a transformation has a step for wrappers."""
+    if not isinstance(tx, FusedTransformation) or tx.full_step is None or not tx.is_as_made:
+        return False
+    return tx.is_fused or (may_be_direction and tx.is_direction)
+
+
 def full_step_of(tx: Any, function: str, *, may_be_direction: bool = False) -> FullStep:
     """Returns the step of an optimizer for wrappers; raises PolicyError if it has none."""
-    if isinstance(tx, FusedTransformation) and tx.full_step is not None and tx.is_as_made:
-        if tx.is_fused or (may_be_direction and tx.is_direction):
-            return tx.full_step
+    if has_full_step(tx, may_be_direction=may_be_direction):
+        return tx.full_step
     got = type(tx).__name__
     cure = "Write jda.chain in place of optax.chain; wrap other optimizers with those of optax."
     if isinstance(tx, FusedTransformation):

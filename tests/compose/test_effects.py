@@ -351,9 +351,79 @@ def test_decay_of_optax_is_recognized_unless_it_has_a_mask(decay):
     )
     assert tx.is_fused
     assert_trees_same_bits(run(tx, "float32"), run(whole, "float32"))
-    masked = optax.add_decayed_weights(decay, dict(w=True, b=False, c=True))
-    unfused = jda.chain(jda.scale_by_adam(), masked, rate)
-    assert "transformation 1 and later ones" in unfused.why_not_fused
+    weights = dict(w=True, b=False, c=True)
+    for masked in (
+        optax.add_decayed_weights(decay, weights),
+        optax.masked(optax.add_decayed_weights(decay), weights),
+    ):
+        unfused = jda.chain(jda.scale_by_adam(), masked, rate)
+        assert "1 follows the optimizer, and hides what it does" in unfused.why_not_fused
+        assert "write jda.masked" in unfused.why_not_fused
+    parts = optax.chain(optax.scale(0.5), rate)
+    assert "write its parts" in jda.chain(jda.scale_by_adam(), parts).why_not_fused
+
+
+@pytest.mark.parametrize("take", ["step", "update"])
+def test_decay_after_numbers_and_updates_set_to_zero_have_the_bits_of_groups(take):
+    """The parts of big_vision, in its order: decay follows the learning rate."""
+    tx = jda.chain(
+        jda.scale_by_adam(**ADAM),
+        optax.scale(0.3),
+        jda.masked(optax.scale(0.7), dict(w=True, b=False, c=False)),
+        jda.add_decayed_weights(0.003, dict(w=True, b=False, c=False)),
+        jda.add_decayed_weights(0.001, dict(w=False, b=True, c=True)),
+        jda.masked(optax.scale_by_schedule(OTHER), dict(w=True, b=True, c=False)),
+        jda.masked(optax.set_to_zero(), dict(w=False, b=False, c=True)),
+        optax.scale(-1.0),
+    )
+    first, second = (float(np.float32(x)) for x in (0.3, 0.7))
+    groups = dict(
+        w=dict(learning_rate=times(0.3, 0.7, OTHER), weight_decay=0.003 / (first * second)),
+        b=dict(learning_rate=times(0.3, OTHER), weight_decay=0.001 / first),
+        c=dict(learning_rate=0.0),
+    )
+    whole = jda.fused_adamw(
+        1.0, **ADAM, weight_decay=0.0, param_labels={k: k for k in groups}, groups=groups
+    )
+
+    def nan_of_still(grads):
+        return grads | {"c": grads["c"].at[0].set(np.nan)}
+
+    assert tx.is_fused
+    got, want = (run(x, "float32", take=take, before=nan_of_still) for x in (tx, whole))
+    assert_trees_same_bits(got[0]["c"], random(0, "float32")["c"])
+    assert_trees_same_bits([got[0][k] for k in "wb"], [want[0][k] for k in "wb"])
+    assert_trees_same_bits((got[1][0].mu, got[1][0].nu), (want[1][0].mu, want[1][0].nu))
+
+
+@pytest.mark.parametrize("other", [0.2, OTHER], ids=["number", "schedule"])
+def test_decays_of_several_parts_are_added(other, cpu_mesh):
+    inner = jda.chain(jda.scale_by_adam(**ADAM), jda.add_decayed_weights(0.1))
+    rate = optax.scale_by_learning_rate(0.02)
+    tx = jda.chain(inner, jda.add_decayed_weights(other), rate)
+    both = 0.1 + 0.2 if other is not OTHER else lambda count: jnp.float32(0.1) + OTHER(count)
+    whole = jda.fused_adamw(0.02, **ADAM, weight_decay=both)
+    assert tx.is_fused
+    assert_trees_same_bits(run(tx, "float32")[0], run(whole, "float32")[0])
+    with pytest.raises(jda.PolicyError):
+        jda.distributed(tx, mesh=cpu_mesh(2))
+
+
+NO_CONSTANTS = {
+    "schedule": [optax.scale_by_schedule(SCHEDULE)],
+    "zero": [optax.scale(0.0)],
+    "negative": [optax.scale(-0.1)],
+    "set to zero": [optax.set_to_zero()],
+}
+
+
+@pytest.mark.parametrize("case", NO_CONSTANTS)
+def test_decay_after_what_cannot_divide_it_is_not_joined(case):
+    parts = [*NO_CONSTANTS[case], jda.add_decayed_weights(0.13), optax.scale(-0.1)]
+    tx = jda.chain(jda.scale_by_adam(**ADAM), *parts)
+    assert "put it directly after jda.scale_by_adam" in tx.why_not_fused
+    whole = optax.chain(jda.scale_by_adam(**ADAM), *parts)
+    assert_trees_same_bits(run(tx, "float32"), run(whole, "float32", take="update"))
 
 
 @pytest.mark.parametrize("before", [[], [optax.clip_by_global_norm(1.0)]], ids=len)
@@ -378,8 +448,6 @@ def test_other_parts_are_not_taken_for_those_of_optax():
     assert not jda.chain(adamw("float32"), extra).is_fused
     for tx in (jda.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0)):
         assert not jda.chain(adamw("float32"), tx).is_fused
-    twice = [jda.add_decayed_weights(0.1)] * 2
-    assert not jda.chain(jda.scale_by_adam(), *twice, optax.scale(-1.0)).is_fused
 
 
 CHAINS = {

@@ -280,23 +280,49 @@ def test_transformations_without_an_optimizer_are_those_of_optax():
     assert_trees_same_bits(run(tx), run(theirs, take=by_update))
 
 
-def test_wrappers_go_around_a_partition():
-    labels, body = {"w": 0, "b": 1, "n": 1}, jda.fused_adamw(0.1)
-    for wrapped in (
-        jda.MultiSteps(body, 2),
-        jda.apply_if_finite(body, 2),
-        jda.chain(optax.clip_by_global_norm(1.0), jda.MultiSteps(body, 2)),
-    ):
-        inside = jda.partition({0: wrapped, 1: optax.set_to_zero()}, labels)
-        assert "takes no MultiSteps or apply_if_finite: wrap the partition" in inside.why_not_fused
-    outside = jda.MultiSteps(jda.partition({0: body, 1: optax.set_to_zero()}, labels), 2)
-    assert outside.is_fused
+def test_wrappers_inside_of_a_partition_step():
+    """Each label accumulates or skips by itself, as with optax."""
+    labels, body, head = {"w": 0, "b": 1, "n": 1}, jda.fused_adamw(0.1), jda.fused_adamw(0.02)
+
+    def made(package):
+        wrapped = package.MultiSteps(body, 2), package.apply_if_finite(head, 2)
+        return package.partition(dict(enumerate(wrapped)), labels)
+
+    def take(tx, grads, state, params):
+        grads["b"] = jnp.where(jnp.max(grads["n"]["x"]) > 1.5, jnp.nan, grads["b"])
+        return (by_step if tx is ours else by_update)(tx, grads, state, params)
+
+    ours = made(jda)
+    got, want = (run(tx, take=take, steps=9) for tx in (ours, made(optax)))
+    assert ours.is_fused
+    assert 0 < got[1].inner_states[1].inner_state.total_notfinite < 10
+    assert_trees_same_bits(got, want)
+    params = random(0)
+    text = jax.jit(ours.step).lower(params, got[1], params).as_text()
+    assert text.count("@jdistadam_adam(") == 2
+    norms = ours.step_with_norms(params, got[1], params)[2]
+    assert float(norms["update_norm"]) > 0
+    assert "cannot take what follows it" in jda.chain(ours, optax.scale(0.5)).why_not_fused
+    outside = jda.MultiSteps(jda.chain(optax.clip_by_global_norm(1.0), ours), 2)
+    outside.step(params, outside.init(params), params)
+
+
+def test_a_label_without_a_fused_step_is_named():
+    body = jda.fused_adamw(0.1)
+    labels = {"w": 0, "b": 1, "n": 1}
+    for other in (body, jda.chain(body, optax.clip(1.0))):
+        tx = jda.partition({0: jda.chain(body, optax.clip(1.0)), 1: other}, labels)
+        assert "transformation 1 and later ones" in tx.why_not_fused
+    assert jda.partition({0: jda.chain(optax.clip(1.0), optax.sgd(0.1)), 1: body}, labels).is_fused
 
 
 def test_directions_need_a_learning_rate():
     tx = jda.partition({0: jda.scale_by_adam(), 1: jda.fused_adamw(0.1)}, {"w": 0, "b": 1, "n": 1})
     assert "nothing multiplies by a learning rate" in tx.why_not_fused
     assert not jda.chain(tx, jda.add_decayed_weights(0.1), optax.scale(-0.1)).is_fused
+    scaled, params = jda.chain(tx, optax.scale(-0.1)), random(0)
+    assert "nothing multiplies by a learning rate" in scaled.why_not_fused
+    scaled.step(params, scaled.init(params), params)
 
 
 def test_mistakes_raise(cpu_mesh):

@@ -222,6 +222,18 @@ def test_optimizers_without_step_warn_and_update(wrap):
     assert int(optimizer.step[...]) == 1
 
 
+def test_a_step_that_a_user_wrote_is_taken_without_a_warning():
+    tx, params = jda.fused_adamw(1e-3), {"w": jnp.ones(3)}
+
+    def step(grads, state, params):
+        new, state = tx.step(grads, state, params)
+        return jax.tree.map(lambda x: -x, new), state
+
+    mine = jda.FusedTransformation(tx.init, tx.update, step)
+    state = jda.flax.TrainState.create(apply_fn=None, params=params, tx=mine)
+    assert float(state.apply_gradients(grads=params).params["w"][0]) < 0
+
+
 def test_distributed_optimizers_in_the_classes_raise():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     tx, params = jda.distributed(jda.fused_adamw(1e-3), mesh=mesh), {"w": jnp.ones(3)}
