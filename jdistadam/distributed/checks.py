@@ -222,7 +222,8 @@ def check_equal_params(
                 f"{schedule.layout.leaves[i].path}: may differ between devices, and a step would "
                 f"make it equal: got an array that varies over data axis {varying[0]!r}, expected "
                 "the same on all devices. Pass params as in_specs=P() gives them, before "
-                "local_params; give experts a mesh axis of their own, in param_specs."
+                "local_params; give experts a mesh axis of their own, in param_specs: "
+                "docs/experts.md."
             )
 
 

@@ -345,7 +345,8 @@ def _instead_of(parallel: DataParallel, axis: str) -> str:
     """Advice for a spec with an axis that carries data, or is not in the mesh."""
     if axis in parallel.data_axes:
         return (
-            "Leave sharding over data axes to sharding_strategy. Experts that differ along an axis "
-            "of data are not supported: give them an axis of their own in the mesh."
+            "Leave sharding over data axes to sharding_strategy. If these are experts, give them "
+            "an axis of their own in the mesh, over which batch_spec splits tokens, too: "
+            "docs/experts.md."
         )
     return "Name axes of the mesh; flax.linen.logical_to_mesh turns logical names into them."
