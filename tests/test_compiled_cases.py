@@ -114,5 +114,15 @@ def test_a_planted_fault_is_found(monkeypatch, plant):
         compile_and_interpret(covering.configuration(CASE))
 
 
+@pytest.mark.slow
+def test_the_weight_of_each_token_reaches_its_experts():
+    """A shard's own weight would be that of another device: experts, gathered layer by layer."""
+    gathered = dict(strategy="optim_grads_params", stacked=True, gathered_in_model=True)
+    row = CASE | gathered | dict(mesh="experts", weighted=True, micro=1, data="exact", leaves="all")
+    config = covering.configuration(covering.fitting(row))
+    assert config.weighted and config.places[0].has_experts and config.places[0].stacked
+    compile_and_interpret(config)
+
+
 def test_step_without_a_fault_passes():
     compile_and_interpret(covering.configuration(CASE))

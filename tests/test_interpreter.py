@@ -29,6 +29,19 @@ def test_a_schedule_has_the_bits_of_the_reference(config):
     check(config)
 
 
+@hypothesis.settings(max_examples=15, derandomize=True, **settings)
+@hypothesis.given(configurations(mesh="experts", communication="auto"))
+def test_a_schedule_with_experts_has_the_bits_of_the_reference(config):
+    check(config)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=1000, **settings)
+@hypothesis.given(configurations(mesh="experts", communication="auto"))
+def test_many_schedules_with_experts_have_the_bits_of_the_reference(config):
+    check(config)
+
+
 @pytest.mark.slow
 @hypothesis.settings(max_examples=4000, **settings)
 @hypothesis.given(configurations())
@@ -120,3 +133,36 @@ def test_a_fault_in_a_schedule_is_found(fault):
 
 def test_schedule_without_a_fault_passes():
     interpret(CONFIG, schedule_of(CONFIG))
+
+
+# Faults in what is sent of experts, which are in the first bucket.
+
+EXPERTS = dict(mesh="experts", outer="no_shard", strategy="optim_grads")
+OF_EXPERTS = fitted(7, PLAIN, [REPLICAS | EXPERTS, {}], {"matrix", "odd", "row", "scalar"})
+
+
+def summed_over_experts(entry):
+    """One more sum, of what the loss has already added."""
+    (first, *_), size = entry.reduce, entry.bucket.inner_size
+    given = dict(op="all-reduce", axes=("expert",), devices=4, elements=size, when="step", times=1)
+    return (dataclasses.replace(first, **given),)
+
+
+PLANTED_IN_EXPERTS = {
+    "a sum over their own axis": planted(reduce_outer=summed_over_experts),
+    "a sum over their own axis in place of data": planted(reduce=summed_over_experts),
+    "no sum over data": planted(reduce=lambda x: ()),
+    "a gather over all devices": planted(gather=lambda x: changed(x.gather, axes=("data", "expert"), devices=8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED_IN_EXPERTS)
+def test_a_fault_in_a_schedule_with_experts_is_found(fault):
+    schedule = schedule_of(OF_EXPERTS)
+    assert schedule.buckets[0].bucket.split == 4 and schedule.buckets[1].bucket.split == 1
+    with pytest.raises(AssertionError):
+        interpret(OF_EXPERTS, PLANTED_IN_EXPERTS[fault](schedule))
+
+
+def test_a_schedule_with_experts_without_a_fault_passes():
+    interpret(OF_EXPERTS)

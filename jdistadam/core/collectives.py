@@ -155,7 +155,10 @@ def all_gather(shard: jax.Array, axes: Axes, *, dim: int, to: str = "invarying")
 
 def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     """Sums over mesh axes; the result is equal on all devices."""
-    return lax.psum(x, axes) if axes else x
+    if not axes:
+        return x
+    with jax.named_scope("jdistadam/all_reduce"):
+        return lax.psum(x, axes)
 
 
 def all_reduce_mean(x: jax.Array, axes: Axes) -> jax.Array:

@@ -102,6 +102,11 @@ def has_ordered_effects(eqn: Any) -> bool:
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
+def named_axes(jaxpr: Any) -> frozenset[str]:
+    """The mesh axes that a program names, as collectives do."""
+    return frozenset(x.name for x in jaxpr.effects if type(x).__name__ == _OF_AXES)
+
+
 def is_barrier(eqn: Any) -> bool:
     """Whether it returns its operands when all of them are there."""
     return bool(eqn.primitive.name == _BARRIER)

@@ -18,7 +18,7 @@ from jdistadam.distributed.checks import check_grads, check_inside
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import is_shard, leaves_of, refuse_sums
-from jdistadam.errors import TreeError
+from jdistadam.errors import MeshError, TreeError
 
 
 @functools.partial(
@@ -78,12 +78,12 @@ def accumulate_local(
     grads: Grads,
     weight: Any,
     *,
-    is_weighted_in_gather: bool,
+    weighted_in: str | None,
 ) -> AccumulatedGrads:
     """Adds one micro-batch's gradients in main_grads_dtype.
 
-    With ``is_weighted_in_gather``, shards already have the weight from before ``gather_params``
-    summed them.
+    ``weighted_in``: "gather": shards already have the weight from before ``gather_params`` summed
+    them. "loss": all gradients have it.
     """
     check_inside(config.parallel, "accumulate")
     _check_sum(acc)
@@ -100,18 +100,20 @@ def accumulate_local(
     dtype = config.policy.main_grads_dtype
     if weight is not None:
         weight = valid_weight(weight)
-        if not is_weighted_in_gather:
+        if weighted_in is None:
+            _refuse_late_weight(schedule)
             refuse_sums(
                 grads,
                 ": this device's weight comes too late",
                 "Multiply the loss by the weight, divided by the sum of all weights, and pass no "
                 "weight.",
             )
-        grads = jax.tree.map(
-            lambda x: x if is_shard(x) else weighted(x.astype(jnp.float32), weight),
-            grads,
-            is_leaf=is_shard,
-        )
+        if weighted_in != "loss":
+            grads = jax.tree.map(
+                lambda x: x if is_shard(x) else weighted(x.astype(jnp.float32), weight),
+                grads,
+                is_leaf=is_shard,
+            )
     if config.parallel.shards_grads:
         grads = summed_shards(config, schedule, leaves_of(grads), includes_outer=False)
 
@@ -131,6 +133,18 @@ def _check_sum(acc: Any) -> None:
             "expected what init_grads or accumulate returned. "
             "Begin with tx.init_grads(params); call tx.accumulate(acc, grads, weight)."
         )
+
+
+def _refuse_late_weight(schedule: Schedule) -> None:
+    """Raises MeshError if gradients are sums over devices that each have a weight."""
+    for leaf in schedule.layout.leaves:
+        if leaf.split > 1:
+            raise MeshError(
+                f"{leaf.path}: differs along an axis of data, and its gradient is of the data of "
+                "several devices: this device's weight comes too late: got a weight, expected "
+                "None. Multiply the loss by the weight, divided by the sum of all weights, and "
+                "pass no weight."
+            )
 
 
 def weighted(x: jax.Array, weight: Any) -> jax.Array:

@@ -19,6 +19,7 @@ import numpy as np
 from jdistadam.core import collectives
 from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
+from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.packing import Piece
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.operands import LeafPositions
@@ -57,7 +58,8 @@ def partition_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) ->
         return LeafPartition.into_runs(bucket.shard_size)
     piece = _piece(layout, bucket)
     leaf = layout.leaves[bucket.leaf]
-    return LeafPartition(piece, piece * layout.num_shards, *_tensor_cut(leaf, tensor_parts))
+    whole = piece * layout.num_shards_of(bucket)
+    return LeafPartition(piece, whole, *_tensor_cut(leaf, tensor_parts))
 
 
 def _piece(layout: Layout, bucket: Bucket) -> int:
@@ -65,7 +67,9 @@ def _piece(layout: Layout, bucket: Bucket) -> int:
 
     The only shard of an uncut leaf is one piece, which need not be whole blocks.
     """
-    return math.prod(bucket.shard_shape[bucket.cut_dim if layout.num_shards > 1 else 0 :])
+    return math.prod(
+        bucket.shard_shape[bucket.cut_dim if layout.num_shards_of(bucket) > 1 else 0 :]
+    )
 
 
 def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
@@ -86,7 +90,7 @@ def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
 def positions_of(
     layout: Layout,
     pieces: Sequence[Piece],
-    state_axes: tuple[str, ...],
+    parallel: DataParallel,
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> tuple[LeafPositions, tuple[int, ...]]:
@@ -95,14 +99,14 @@ def positions_of(
     Args:
       layout: The layout.
       pieces: The pieces of one kernel call.
-      state_axes: The axes over which the state is sharded.
-      cutting_axes: Tensor axes of more than one device.
+      parallel: The axes over which the state is sharded.
+      cutting_axes: The axes to which ``Leaf.cuts`` refers.
       tensor_parts: Their sizes.
     """
-    index = collectives.axis_index(state_axes) if state_axes else jnp.int32(0)
     parts, tables, begins, end = [], [], list[int](), 0
     for piece in pieces:
         first = layout.leaves[piece.bucket.leaves[0]]
+        index = collectives.axis_index(parallel.without(piece.bucket.tensor_axes).state_axes)
         parts.append(jnp.stack([index, _tensor_part(first, cutting_axes)]))
         if piece.bucket.is_packed and (piece.start is None or first.has_blocks):
             table = _table(layout, piece, index, cutting_axes, tensor_parts)
@@ -147,11 +151,12 @@ def _blocks_of_part(layout: Layout, piece: Piece, index: Any) -> jax.Array:
     bucket = layout.buckets[piece.bucket_index]
     num_blocks = -(-piece.bucket.shard_size // BLOCK)
     here = piece.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
-    if layout.num_shards == 1:
+    num_shards = layout.num_shards_of(bucket)
+    if num_shards == 1:
         return here
     width = _piece(layout, bucket) // BLOCK
     row, within = jnp.divmod(here, width)
-    return (row * layout.num_shards + index) * width + within
+    return (row * num_shards + index) * width + within
 
 
 def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:

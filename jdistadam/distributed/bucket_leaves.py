@@ -57,6 +57,7 @@ class Form:
     starts: tuple[int, ...]  # of leaves in a packed bucket, and the end of the last one
     shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel part
     specs: tuple[P, ...]
+    flat_spec: P  # of the flat array
     codec: Codec = NOTHING  # in which leaves are stored that are put in as exact values
 
     @property
@@ -94,7 +95,7 @@ class Form:
         """The form of some leaves, wherever they start."""
         kinds = [(self.shapes[i], self.specs[i]) for i in batch]
         shapes, specs = zip(*kinds, strict=True)
-        return Form(self.parallel, True, (), 0, (), shapes, specs)
+        return Form(self.parallel, True, (), 0, (), shapes, specs, self.flat_spec)
 
     def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
         """Compiles a function of each device's part."""
@@ -112,14 +113,15 @@ def form_of(config: Any, layout: Layout, bucket: Bucket, tensor_specs: Sequence[
       bucket: The bucket.
       tensor_specs: For all leaves, PartitionSpecs over tensor axes.
     """
-    parallel, leaves = config.parallel, [layout.leaves[i] for i in bucket.leaves]
+    leaves = [layout.leaves[i] for i in bucket.leaves]
+    parallel, flat_spec = config.parallel.without(bucket.tensor_axes), config.parallel.state_spec
     starts = tuple(bucket.starts(leaf.size for leaf in leaves))
     shapes = tuple(leaf.shape for leaf in leaves)
     specs = tuple(tensor_specs[i] for i in bucket.leaves)
     if not bucket.is_packed:
         specs = (with_axes(specs[0], bucket.cut_dim, parallel.state_axes),)
-    padding = bucket.padding
-    return Form(parallel, bucket.is_packed, bucket.shard_shape, padding, starts, shapes, specs)
+    is_packed, shape, padding = bucket.is_packed, bucket.shard_shape, bucket.padding
+    return Form(parallel, is_packed, shape, padding, starts, shapes, specs, flat_spec)
 
 
 def extracted(form: Form, flat: Any, offset: int) -> list[jax.Array]:
@@ -170,13 +172,13 @@ def _extractor(form: Form) -> Any:
             for start, shape in zip(form.starts, form.shapes, strict=False)
         ]
 
-    return form.compiled(local, (form.parallel.state_spec, P()), list(form.specs))
+    return form.compiled(local, (form.flat_spec, P()), list(form.specs))
 
 
 @functools.lru_cache(maxsize=4096)
 def _inserter(form: Form) -> Any:
     """The inverse; without a flat array, it returns the shards in whole rows."""
-    spec = form.parallel.state_spec
+    spec = form.flat_spec
 
     def local(flat: Any, row: jax.Array, leaves: list[jax.Array]) -> jax.Array:
         shard = leaves[0].reshape(-1)

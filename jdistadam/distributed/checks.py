@@ -215,14 +215,16 @@ def check_equal_params(
     known = zip(jax.tree.leaves(params), jax.tree.leaves(on_a_device), strict=True)
     for i, (x, held) in enumerate(known):
         is_part = held.shape == parts.get(i)
-        axes = parallel.replica_axes if is_part else parallel.data_axes
+        mine = parallel.without(schedule.layout.leaves[i].tensor_axes)
+        axes = mine.replica_axes if is_part else mine.data_axes
         varying = [axis for axis in axes if axis in collectives.varying_axes(x)]
         if varying and x.size:  # compat.shard_map makes zero-size ones anew
             raise MeshError(
                 f"{schedule.layout.leaves[i].path}: may differ between devices, and a step would "
                 f"make it equal: got an array that varies over data axis {varying[0]!r}, expected "
                 "the same on all devices. Pass params as in_specs=P() gives them, before "
-                "local_params; give experts a mesh axis of their own, in param_specs."
+                "local_params; name the axis over which experts differ in param_specs: "
+                "docs/experts.md."
             )
 
 

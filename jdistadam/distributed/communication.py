@@ -8,6 +8,7 @@ pairwise in float32, with the same bits as ``grad_reduce_dtype=float32`` over XL
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
     devices                       of one host, along one shard axis; no model axes
+    param_specs                   over no shard axis
     sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
@@ -39,7 +40,7 @@ import numpy as np
 from jdistadam.core import collectives
 from jdistadam.core.collectives import Axes
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.mesh_axes import DataParallel, why_split
 from jdistadam.distributed.schedule import BucketSchedule, Phase
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import copies, multi_tensor, native
@@ -82,6 +83,7 @@ def choose_communication(
     policy: MixedPrecisionPolicy,
     *,
     updates_early: bool = False,
+    param_specs: Any = None,
 ) -> Communication:
     """Chooses the transport of a step.
 
@@ -90,6 +92,7 @@ def choose_communication(
       parallel: The axes and the strategy.
       policy: The dtypes that are stored and sent.
       updates_early: Whether updates run during the backward pass.
+      param_specs: The argument of the optimizer with this name.
 
     Raises:
       PolicyError: ``requested`` is none of these, or is "peer" but not supported.
@@ -105,6 +108,7 @@ def choose_communication(
     reasons = [*_obstacles(parallel, policy)]
     if updates_early:
         reasons.insert(0, "updates during the backward pass")
+    reasons += [why] if (why := why_split(parallel, param_specs)) else []
     if not reasons:
         reasons += _obstacles_of_devices(parallel, is_asked_for=requested == "peer")
     if not reasons and len({_process_of(x) for x in parallel.mesh.devices.flat}) > 1:

@@ -119,7 +119,7 @@ class DistributedConfig:
         return local
 
     def tensor_specs(self, params: Params) -> Any:
-        """Returns the PartitionSpec of every leaf over tensor axes only."""
+        """Returns the PartitionSpec of every leaf as given: not over axes that shard its state."""
         specs = mesh_axes.tensor_specs(self.given_param_specs, params)
         return jax.tree.unflatten(jax.tree.structure(params), specs)
 
@@ -144,6 +144,7 @@ class DistributedConfig:
                 layers=kind,
                 cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
                 rests_whole=is_whole,
+                split=self.parallel.size(self.parallel.splitting(collectives.axes_of(spec))),
             )
             is_coded, is_rounded = self._is_coded(leaf), self._is_rounded(leaf)
             leaves.append(dataclasses.replace(leaf, is_coded=is_coded, is_rounded=is_rounded))
@@ -153,7 +154,7 @@ class DistributedConfig:
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
-                check_cuts(leaf, self.tensor_parts)
+                check_cuts(leaf, self.cutting_parts)
         return make_layout(
             leaves,
             self.parallel.num_shards,
@@ -193,7 +194,9 @@ class DistributedConfig:
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout; states carry its digest."""
         main = self.policy.main_params
-        return text_of(layout, self.tensor_parts, main.argument or "")
+        num_tensor = len([x for x in self.cutting_axes if x in self.parallel.tensor_axes])
+        parts, of_data = self.cutting_parts[:num_tensor], self.cutting_parts[num_tensor:]
+        return text_of(layout, parts, main.argument or "", of_data)
 
     def layout_digest(self, layout: Layout) -> np.ndarray:
         """Returns the digest of a layout, shape (16,), uint8."""
@@ -220,7 +223,7 @@ class DistributedConfig:
     def _is_coded(self, leaf: Leaf) -> bool:
         """Whether the moments of a leaf are coded, if any are; depends on the whole leaf."""
         storage, path = self.algorithm.storage, leaf.path.removeprefix("params")
-        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.tensor_parts))
+        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.cutting_parts))
 
     def _is_rounded(self, leaf: Leaf) -> bool:
         """Whether floats of a leaf are rounded stochastically, or would be if it were not coded."""
@@ -232,7 +235,7 @@ class DistributedConfig:
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises if an option has no effect on any leaf."""
         storage, algorithm = self.algorithm.storage, self.algorithm
-        sizes = {x.path.removeprefix("params"): whole_size(x, self.tensor_parts) for x in leaves}
+        sizes = {x.path.removeprefix("params"): whole_size(x, self.cutting_parts) for x in leaves}
         storage.check_paths(sizes)
         stored = [algorithm.storage.float_dtype(x) for x in ("mu", "nu")] if leaves else []
         if not self.policy.main_params.is_stored:
@@ -240,14 +243,18 @@ class DistributedConfig:
         storage.check_rounded(stored)
 
     @property
-    def tensor_parts(self) -> tuple[int, ...]:
+    def cutting_parts(self) -> tuple[int, ...]:
         """Sizes of the axes to which ``Leaf.cuts`` refers."""
         return tuple(self.mesh.shape[axis] for axis in self.cutting_axes)
 
     @property
     def cutting_axes(self) -> tuple[str, ...]:
-        """Tensor axes of more than one device: smaller ones cut nothing."""
-        return tuple(axis for axis in self.parallel.tensor_axes if self.mesh.shape[axis] > 1)
+        """Axes that may cut leaves: tensor axes, then those that split leaves among data.
+
+        Only axes of more than one device: smaller ones cut nothing.
+        """
+        axes = self.parallel.tensor_axes + self.parallel.shard_axes
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
 
 def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> Any:

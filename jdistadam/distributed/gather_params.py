@@ -12,7 +12,8 @@ backward pass, so a device's weight must be applied there. But a backward pass c
 from its forward pass, and ``loss_fn`` returns the weight at the end. ``train_step`` therefore
 traces ``loss_fn`` once before, and runs only what the weight depends on. Each ``Shard`` carries the
 weight to the ``gather_params`` that ``loss_fn`` calls, as an operand: functions with derivatives of
-their own, loops and JAX's caches must not close over a traced value.
+their own, loops and JAX's caches must not close over a traced value. The gradient of an expert is a
+sum over devices, too: if there are any, the weight multiplies the loss instead.
 
 [Note: one block at a time] In an unrolled model only XLA's scheduler decides when a block's
 parameters are gathered and its gradients summed. It delays the gradients of parameters, because no
@@ -263,7 +264,7 @@ _GATHERED_AGAIN = frozenset(
 
 def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     """Gathers one leaf, or one layer of a stacked one."""
-    parallel = config.parallel
+    parallel = config.parallel.without(collectives.axes_of(shard.spec))
     dim = len(shard.shape) + shard.dim
     size = shard.value.size * parallel.size(parallel.shard_axes)
     gather_phase, reduce_phase = phases_of_shard(

@@ -57,12 +57,13 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     group: int | None  # row of the coefficients; None: frozen
-    tensor_axes: tuple[str, ...] = ()  # mesh axes, besides those of data, over which it is sharded
+    tensor_axes: tuple[str, ...] = ()  # mesh axes of which devices have other parts of it
     layers: str | None = None  # "scan": over its first dimension, never scattered; "block"; None
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
     rests_whole: bool = False  # whether devices hold all of it between steps, if others are cut
+    split: int = 1  # parts into which axes of data cut it, as experts: [Note: experts]
 
     @property
     def size(self) -> int:
@@ -88,7 +89,7 @@ class Bucket:
       padding: Elements at the end of a packed bucket that belong to no leaf.
       offset: Start of the shard in a device's flat arrays, in elements.
       has_main: Whether its main parameters or remainders are stored.
-      tensor_axes: Mesh axes, besides those of data, over which its leaves are sharded.
+      tensor_axes: Mesh axes of which devices have other parts of its leaves.
       num_layers: First dimension of a stacked leaf if devices hold shards of it and send it layer
         by layer; otherwise None.
       inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
@@ -98,6 +99,7 @@ class Bucket:
         between them are zero.
       is_coded: Whether its moments are coded, if any are.
       moment_offset: Start of its shard in the codes, or in the moments without codes.
+      split: Number of parts into which axes of data cut its leaves: [Note: experts].
     """
 
     leaves: tuple[int, ...]
@@ -115,6 +117,7 @@ class Bucket:
     leaf_alignment: int = 1
     is_coded: bool = False
     moment_offset: int = 0
+    split: int = 1
 
     @property
     def shard_size(self) -> int:
@@ -176,9 +179,13 @@ class Layout:
         """Returns shape and dtype of every leaf of unsharded params."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
+    def num_shards_of(self, bucket: Bucket) -> int:
+        """Returns the number of devices that share the state of a bucket."""
+        return self.num_shards // bucket.split
+
     def whole_size(self, bucket: Bucket) -> int:
-        """Returns the number of elements of a bucket on all devices, including padding."""
-        return bucket.shard_size * self.num_shards
+        """Returns the number of elements of all shards of a bucket, including padding."""
+        return bucket.shard_size * self.num_shards_of(bucket)
 
     def __str__(self) -> str:
         """Returns a table with one line per bucket."""
@@ -234,6 +241,7 @@ def make_layout(
       (1,) None (1,) 1 8192
     """
     packs = num_shards > 1 if packs is None else packs
+    num_inner_shards = num_inner_shards or num_shards
     leaf_alignment = BLOCK if in_blocks else 1
     members = _members(leaves, num_shards, bucket_bytes, packs, leaf_alignment)
     # Those with main parameters first, because the flat array of main parameters is shorter.
@@ -277,7 +285,7 @@ def _members(
     packed: list[int] = []
     for i, leaf in enumerate(leaves):
         if leaf.size and leaf.group is not None:
-            dim = _scatter_dim(leaf, num_shards, leaf_alignment)
+            dim = _scatter_dim(leaf, num_shards // leaf.split, leaf_alignment)
             is_small = packs and leaf.size < _MIN_SCATTERED_SIZE
             if dim is not None and not is_small:
                 scattered.append(_Members([i], dim))
@@ -292,13 +300,13 @@ def _bucket(
     leaves: Sequence[Leaf],
     members: _Members,
     num_shards: int,
-    num_inner_shards: int | None,
+    num_inner_shards: int,
     leaf_alignment: int,
 ) -> Bucket:
     """A bucket, without the fields that depend on the others."""
     first = leaves[members.leaves[0]]
     total = sum(-(-leaves[i].size // leaf_alignment) * leaf_alignment for i in members.leaves)
-    dim, is_packed = members.dim, members.is_packed
+    dim, is_packed, num_shards = members.dim, members.is_packed, num_shards // first.split
     padding = -total % (num_shards * leaf_alignment) if is_packed else 0
     whole_shape = (total + padding,) if is_packed else first.shape
     return Bucket(
@@ -312,7 +320,8 @@ def _bucket(
         has_main=False,
         tensor_axes=first.tensor_axes,
         num_layers=first.shape[0] if first.layers == SCAN and not is_packed else None,
-        inner_shape=_cut(whole_shape, dim or 0, num_inner_shards or num_shards),
+        inner_shape=_cut(whole_shape, dim or 0, num_inner_shards // first.split),
+        split=first.split,
         leaf_alignment=leaf_alignment if is_packed else 1,
         is_coded=first.is_coded,
     )

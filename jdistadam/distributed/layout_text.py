@@ -47,13 +47,19 @@ _TEXTS: dict[bytes, str] = {}  # of this process, by digest: errors say how two 
 
 
 @functools.lru_cache(maxsize=16)
-def text_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> str:
+def text_of(
+    layout: Layout,
+    tensor_parts: tuple[int, ...],
+    main_kind: str,
+    shard_parts: tuple[int, ...] = (),
+) -> str:
     """Returns the text of a layout.
 
     Args:
       layout: The layout of the parts of leaves that one device holds.
       tensor_parts: Sizes of the mesh axes, other than data axes, over which leaves are cut.
       main_kind: "float32" or "remainder16": how a bucket's main parameters are kept, if any.
+      shard_parts: Sizes of data axes, which may cut leaves after those of ``tensor_parts``.
 
     Example:
       >>> from jdistadam.distributed.layout import make_layout
@@ -66,12 +72,14 @@ def text_of(layout: Layout, tensor_parts: tuple[int, ...], main_kind: str) -> st
       {"dim":null,"leaves":[0],"main":"float32","offset":0,"padding":1,"shard_shape":[1]}]
       }
     """
-    header = {
+    header: dict[str, Any] = {
         "flat_size": layout.flat_size,
         "main_size": layout.main_size,
         "num_shards": layout.num_shards,
         "tensor_parts": list(tensor_parts),
     }
+    if any(leaf.split > 1 for leaf in layout.leaves):  # otherwise no leaf refers to them
+        header["shard_parts"] = list(shard_parts)
     leaves = [_leaf_entry(leaf) for leaf in layout.leaves]
     buckets = [_bucket_entry(bucket, main_kind) for bucket in layout.buckets]
     text = f'{{"jdistadam_layout":{VERSION},{_json(header)[1:-1]}\n'

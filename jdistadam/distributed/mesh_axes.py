@@ -119,6 +119,26 @@ class DataParallel:
         """PartitionSpec of a batch: its leading dimension over all data axes."""
         return P(self.data_axes)
 
+    def splitting(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of the axes that carry data, and cut a parameter among devices nonetheless."""
+        return tuple(axis for axis in axes if axis in self.shard_axes)
+
+    def without(self, axes: Iterable[str]) -> DataParallel:
+        """Returns the axes by purpose for a parameter that these axes cut.
+
+        [Note: experts] An axis of ``shard_axes`` that cuts a parameter is an axis of a model for
+        it, and carries data for all others. State of this parameter is sharded over the remaining
+        ``shard_axes``, and its gradients are summed over them alone: the backward pass of the loss
+        has added those from the data of all devices along the axis. So every device has other
+        elements of each flat array, and a norm counts each element once. The mean divides by all
+        devices, as for other parameters.
+
+        Args:
+          axes: Axes in the PartitionSpec of the parameter.
+        """
+        rest = tuple(axis for axis in self.shard_axes if axis not in axes)
+        return self if rest == self.shard_axes else dataclasses.replace(self, shard_axes=rest)
+
     def size(self, axes: tuple[str, ...]) -> int:
         """Number of devices along several axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -221,7 +241,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def tensor_specs(given: Any, params: Params) -> list[P]:
-    """Returns the PartitionSpec of each leaf over tensor axes only.
+    """Returns the PartitionSpec of each leaf over tensor axes, and data axes that split it.
 
     Args:
       given: The argument ``param_specs`` of the optimizer: PartitionSpecs, NamedShardings, or None
@@ -298,7 +318,8 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
     specs = list(specs)
     for bucket in layout.buckets:
         if bucket.is_sharded_param:
-            specs[bucket.leaf] = with_axes(specs[bucket.leaf], bucket.cut_dim, parallel.shard_axes)
+            axes = parallel.without(bucket.tensor_axes).shard_axes
+            specs[bucket.leaf] = with_axes(specs[bucket.leaf], bucket.cut_dim, axes)
     return specs
 
 
@@ -321,12 +342,15 @@ def _shape_on_a_device(
     parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P
 ) -> tuple[int, ...]:
     """The shape of a device's part of a global array."""
-    unknown = [axis for axis in axes_of(spec) if axis not in parallel.tensor_axes]
+    allowed = parallel.tensor_axes + parallel.shard_axes
+    unknown = [axis for axis in axes_of(spec) if axis not in allowed]
     if unknown:
         raise MeshError(
-            f"{path}: param_specs names axis {unknown[0]!r}: got {spec}, expected axes that carry "
-            f"no data: {parallel.tensor_axes}. {_instead_of(parallel, unknown[0])}"
+            f"{path}: param_specs names axis {unknown[0]!r}: got {spec}, expected axes of a model, "
+            f"or of shard_axis: {allowed}. {_instead_of(parallel, unknown[0])}"
         )
+    if splits := parallel.splitting(axes_of(spec)):
+        _check_split(parallel, path, splits[0])
     sizes = [1] * len(shape)
     for dim, entry in enumerate(spec):
         if dim < len(shape):
@@ -340,11 +364,43 @@ def _shape_on_a_device(
     return tuple(n // k for n, k in zip(shape, sizes, strict=True))
 
 
-def _instead_of(parallel: DataParallel, axis: str) -> str:
-    """Advice for a spec with an axis that carries data, or is not in the mesh."""
-    if axis in parallel.data_axes:
-        return (
-            "Leave sharding over data axes to sharding_strategy. Experts that differ along an axis "
-            "of data are not supported: give them an axis of their own in the mesh."
+def _check_split(parallel: DataParallel, path: str, axis: str) -> None:
+    """Raises MeshError if parameters cannot differ along an axis that carries data."""
+    beside = [f"{name} axis {x!r}" for name, x in _others(parallel)]
+    beside += [f"sharding_strategy {parallel.strategy!r}"] * (parallel.strategy == "no_shard")
+    if beside:
+        raise MeshError(
+            f"{path}: param_specs names axis {axis!r}, which carries data, as for experts: "
+            f"got {beside[0]} beside it, expected sharded state, and a mesh of axes of shard_axis "
+            "alone. Leave sharding over data axes to sharding_strategy. If these are experts, "
+            "leave out the other axes, or give experts an axis that is not in shard_axis: "
+            "docs/experts.md."
         )
+
+
+def _others(parallel: DataParallel) -> list[tuple[str, str]]:
+    """The axes besides those of ``shard_axis``, with their purpose."""
+    model = [("model", axis) for axis in parallel.tensor_axes]
+    return model + [("replica", axis) for axis in parallel.replica_axes]
+
+
+def why_split(parallel: DataParallel, given: Any) -> str:
+    """Says whether ``param_specs`` cut, or may cut, parameters over axes of data; "": they do not.
+
+    What a function returns is unknown before there are params.
+    """
+    if given is None:
+        return ""
+    if callable(given):
+        return "" if parallel.tensor_axes else "a function as param_specs"
+    specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, _SPECS))
+    axes = [axis for x in specs if isinstance(x, _SPECS) for axis in axes_of(_spec_of(x))]
+    splits = parallel.splitting(axes)
+    return f"param_specs over axis {splits[0]!r}" if splits else ""
+
+
+def _instead_of(parallel: DataParallel, axis: str) -> str:
+    """Advice for a spec with an axis of replicas, or one that is not in the mesh."""
+    if axis in parallel.replica_axes:
+        return "Leave sharding over data axes to sharding_strategy; experts need shard_axis alone."
     return "Name axes of the mesh; flax.linen.logical_to_mesh turns logical names into them."

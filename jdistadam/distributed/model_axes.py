@@ -126,14 +126,12 @@ def accumulate(
     grads: Grads,
     weight: Any,
     *,
-    is_weighted_in_gather: bool = False,
+    weighted_in: str | None = None,
 ) -> AccumulatedGrads:
     """``accumulate_local``."""
 
     def add(acc: AccumulatedGrads, grads: Grads, weight: Any) -> AccumulatedGrads:
-        return accumulate_local(
-            config, acc, grads, weight, is_weighted_in_gather=is_weighted_in_gather
-        )
+        return accumulate_local(config, acc, grads, weight, weighted_in=weighted_in)
 
     if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
         return add(acc, grads, weight)

@@ -90,13 +90,14 @@ def squares_request(
     """Returns the request of a kernel call for buckets, if any: a sum for each of their leaves."""
     if config.norms is None:
         return None
-    index = collectives.axis_index(config.parallel.state_axes)
     by_elements = tuple(holds_several(bucket) for bucket in buckets)
     segments, first = [], 0
     for bucket, by_element in zip(buckets, by_elements, strict=True):
         runs = num_runs(bucket.shard_size, by_element)
         ends: list[tuple[Any, Any]] = [(0, runs)]
         if by_element:
+            parallel = config.parallel.without(bucket.tensor_axes)
+            index = collectives.axis_index(parallel.state_axes)
             sizes = [layout.leaves[i].size for i in bucket.leaves]
             pairs = zip(bucket.starts(sizes), sizes, strict=False)
             ends = [

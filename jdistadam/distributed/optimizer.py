@@ -143,7 +143,9 @@ def distributed(
         It may be a prefix of params or a function of them. ``flax.linen.get_partition_spec`` and
         ``nnx.get_partition_spec`` return one. ``train_step`` leaves these axes to XLA. In your own
         ``jax.shard_map`` over all axes, a leaf that is not sharded over such an axis must have
-        equal gradients along it.
+        equal gradients along it. A leaf that names an axis of ``shard_axis`` differs along it, as
+        experts do: the loss gets one part, and communicates with those that have the others. See
+        docs/experts.md.
       communication: The transport of a step. "xla": XLA's collectives. "peer": the copy engines of
         GPUs copy from memory to memory. The GPUs (or virtual CPU devices) belong to one process, or
         to several processes of one host (docs/processes.md). In ``train_step`` the copies overlap
@@ -250,7 +252,11 @@ def distributed(
     on_host = parse_state_memory(state_memory, parts_of(config))
     config = dataclasses.replace(config, on_host=on_host)
     chosen = choose_communication(
-        communication, parallel, policy, updates_early=config.updates_early
+        communication,
+        parallel,
+        policy,
+        updates_early=config.updates_early,
+        param_specs=param_specs,
     )
     config = dataclasses.replace(config, communication=chosen)
     _check_effects(config)

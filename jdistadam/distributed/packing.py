@@ -83,6 +83,7 @@ def axes_left_to_cut(
 
     These are the axes over which the state is sharded, without those that already cut the array.
     """
+    parallel = parallel.without(bucket.tensor_axes)
     axes = parallel.state_axes
     if bucket.is_sharded_param and shape == bucket.inner_shape:
         return tuple(axis for axis in axes if axis not in parallel.shard_axes)
@@ -137,7 +138,8 @@ def put_leaves(layout: Layout, leaves: Sequence[np.ndarray], by_device: np.ndarr
     Args:
       layout: The layout.
       leaves: All leaves.
-      by_device: Shape ``(num_shards, flat_size)``; gaps stay as they are.
+      by_device: Shape ``(num_shards, flat_size)``, with one dimension or several for the shards;
+        gaps stay as they are.
     """
     for bucket in layout.buckets:
         shape = list(bucket.shard_shape)
@@ -147,8 +149,8 @@ def put_leaves(layout: Layout, leaves: Sequence[np.ndarray], by_device: np.ndarr
             for i, where in _places_in(layout, bucket):
                 whole[where] = leaves[i].reshape(whole[where].shape)
         shards = np.split(whole, layout.num_shards, bucket.cut_dim)
-        rows = by_device[:, bucket.offset : bucket.offset + bucket.shard_size]
-        rows[:] = np.reshape(shards, (layout.num_shards, -1))
+        rows = by_device[..., bucket.offset : bucket.offset + bucket.shard_size]
+        rows[...] = np.reshape(shards, rows.shape)
 
 
 def _places_in(layout: Layout, bucket: Bucket) -> list[tuple[int, Any]]:

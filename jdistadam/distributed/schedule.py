@@ -283,7 +283,7 @@ class _PhaseMaker:
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int
     ) -> BucketSchedule:
         """The phases of one bucket under the strategy."""
-        parallel, policy = self.parallel, self.policy
+        parallel, policy = self.parallel.without(bucket.tensor_axes), self.policy
         shard_axes, replica_axes = parallel.shard_axes, parallel.replica_axes
         sent, summed = policy.comm_dtype, policy.reduced_dtype
         if parallel.strategy == "no_shard":
@@ -312,8 +312,8 @@ class _PhaseMaker:
     def reduce_scatter(
         self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Phase:
-        """Sums an array; each device keeps a part."""
-        if self.policy.grad_reduce_dtype is None:
+        """Sums an array; each device keeps a part. Nothing is sent along no axes."""
+        if self.policy.grad_reduce_dtype is None and axes:
             return (self._one("reduce-scatter", paths, elements, axes, dtype),)
         exchanges = []
         for axis in reversed(axes):
@@ -326,6 +326,8 @@ class _PhaseMaker:
     def all_gather(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
         """Gathers parameters of this dtype."""
         sent = self.policy.param_comm_dtype
+        if not axes:
+            return ()
         return (self._one("all-gather", paths, elements, axes, dtype if sent is None else sent),)
 
     def _all_reduce(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:

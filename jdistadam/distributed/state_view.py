@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,8 +29,9 @@ from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_arrays import is_flat_codes, parts_of
 from jdistadam.distributed.global_arrays import fetch
-from jdistadam.distributed.layout import Bucket
+from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.main_params import begun_shard
+from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import find_state, map_state
 
 
@@ -170,26 +172,25 @@ class StateView:
         share the mesh, all call this.
         """
         by_device = self._decoded(name, flat) if is_flat_codes(flat) else fetch(flat)
-        by_device = by_device.reshape(self.config.parallel.num_shards, self._num_blocks, -1)
-        leaves = [np.empty(x.shape, by_device.dtype) for x in self._shapes]
-        for i in range(self._num_blocks):
-            local = packing.leaves_of_flat(self.layout, by_device[:, i])
-            for whole, x, where in zip(leaves, local, self._block(i), strict=True):
-                whole[where] = x
+        by_device = by_device.reshape(*self._sizes, -1)
+        leaves = [np.zeros(x.shape, by_device.dtype) for x in self._shapes]
+        for block in self._blocks():
+            local = packing.leaves_of_flat(block.layout, block.of(by_device))
+            for i, where in block.places.items():
+                leaves[i][where] = local[i]
         return leaves
 
     def from_host(self, name: str, leaves: Sequence[np.ndarray]) -> Any:
         """Returns the flat array of a part: the inverse of ``to_host``, in the part's dtype."""
         part, parallel = self.parts[name], self.config.parallel
-        shape = (parallel.num_shards, self._num_blocks, self.layout.flat_size)
-        by_device = np.zeros(shape, part.dtype)
-        for i in range(self._num_blocks):
-            local = [x[where] for x, where in zip(leaves, self._block(i), strict=True)]
-            packing.put_leaves(self.layout, local, by_device[:, i])
+        by_device = np.zeros((*self._sizes, self.layout.flat_size), part.dtype)
+        for block in self._blocks():
+            local = [x[block.places[i]] if i in block.places else x for i, x in enumerate(leaves)]
+            packing.put_leaves(block.layout, local, block.of(by_device))
         if not part.codec.is_coded:
             return jax.device_put(by_device.reshape(-1), self.config.state_sharding(name))
         place, coded = NamedSharding(self.config.mesh, parallel.state_spec), self.zeros(name)
-        floats = by_device.reshape(shape[0] * shape[1], self.layout.flat_size)
+        floats = by_device.reshape(math.prod(self._sizes), self.layout.flat_size)
         for bucket in self.layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
             shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
@@ -207,15 +208,51 @@ class StateView:
         return floats
 
     @property
-    def _num_blocks(self) -> int:
-        """The number of parts into which tensor-parallel axes cut a leaf."""
-        return self.config.parallel.size(self.config.parallel.tensor_axes)
+    def _sizes(self) -> list[int]:
+        """Devices along each axis that cuts a flat array."""
+        return [self.config.mesh.shape[axis] for axis in self.config.parallel.cut_axes]
 
-    def _block(self, number: int) -> list[tuple[slice, ...]]:
-        """The place of one of these parts in every leaf."""
-        mesh, axes = self.config.mesh, self.config.parallel.tensor_axes
-        index = np.unravel_index(number, [mesh.shape[axis] for axis in axes]) if axes else ()
-        place = dict(zip(axes, index, strict=True))
-        device = mesh.devices[tuple(place.get(axis, 0) for axis in mesh.axis_names)]
-        pairs = zip(self._shapes, self._tensor_specs, strict=True)
-        return [NamedSharding(mesh, spec).devices_indices_map(x.shape)[device] for x, spec in pairs]
+    def _blocks(self) -> Iterator[_Block]:
+        """The parts into which axes cut leaves before their state is sharded.
+
+        Leaves that other data axes split are cut by other axes, so their blocks are apart.
+        """
+        mesh, cut_axes = self.config.mesh, self.config.parallel.cut_axes
+        of_axes = dict[DataParallel, list[Bucket]]()
+        for bucket in self.layout.buckets:
+            parallel = self.config.parallel.without(bucket.tensor_axes)
+            of_axes.setdefault(parallel, []).append(dataclasses.replace(bucket, split=1))
+        for parallel, buckets in of_axes.items():
+            layout = Layout(parallel.num_shards, self.layout.leaves, tuple(buckets))
+            axes = [axis for axis in cut_axes if axis not in parallel.state_axes]
+            for index in np.ndindex(*(mesh.shape[axis] for axis in axes)):
+                place = dict(zip(axes, index, strict=True))
+                device = mesh.devices[tuple(place.get(axis, 0) for axis in mesh.axis_names)]
+                places = {
+                    i: NamedSharding(mesh, self._tensor_specs[i]).devices_indices_map(
+                        self._shapes[i].shape
+                    )[device]
+                    for bucket in buckets
+                    for i in bucket.leaves
+                }
+                yield _Block(
+                    layout, tuple(place.get(axis, slice(None)) for axis in cut_axes), places
+                )
+
+
+class _Block(NamedTuple):
+    """One of the parts into which axes cut leaves, and the devices that share its state.
+
+    Attributes:
+      layout: The layout of this part alone.
+      devices: The place of these devices along the axes that cut a flat array.
+      places: The place of the part in each leaf of the layout.
+    """
+
+    layout: Layout
+    devices: tuple[int | slice, ...]
+    places: dict[int, tuple[slice, ...]]
+
+    def of(self, by_device: np.ndarray) -> np.ndarray:
+        """A view of these devices' rows of an array with a dimension for each axis."""
+        return by_device[self.devices]

@@ -153,13 +153,13 @@ def _rounding_of(
     if not storage.is_any:
         return None, None
     positions, tables = block_positions.positions_of(
-        layout, call.pieces, config.parallel.state_axes, config.cutting_axes, config.tensor_parts
+        layout, call.pieces, config.parallel, config.cutting_axes, config.cutting_parts
     )
     spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
         cuts=tuple(
-            block_positions.partition_of(layout, x, config.tensor_parts) for x in call.buckets
+            block_positions.partition_of(layout, x, config.cutting_parts) for x in call.buckets
         ),
         tables=tables,
     )

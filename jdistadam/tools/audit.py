@@ -14,6 +14,7 @@ import numpy as np
 
 from jdistadam.distributed.checks import check_options
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.norms import sent_elements
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state
@@ -179,7 +180,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     planned += _of_model_state(state.model_state, config)
     program = step.lower(state, batch).compile()
     text = program.as_text()
-    ours, models, scalars = _found(text, config)
+    ours, models, scalars = _found(text, config, schedule.layout)
     rows = [
         AuditRow(*key, planned[key], optional[key], ours.elements[key], ours.asynchronous[key])
         for key in sorted(planned.keys() | ours.elements.keys())
@@ -206,10 +207,13 @@ class _Elements(NamedTuple):
     asynchronous: _Counter
 
 
-def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, int]:
-    """Elements that a program sends, those along tensor axes only, and all-reduces of scalars."""
+def _found(
+    text: str, config: DistributedConfig, layout: Layout
+) -> tuple[_Elements, _Elements, int]:
+    """Elements that a program sends, those of the model itself, and all-reduces of scalars."""
     ours, models = (_Elements(collections.Counter(), collections.Counter()) for _ in range(2))
-    scalars = 0
+    scalars, named = 0, (axis for leaf in layout.leaves for axis in leaf.tensor_axes)
+    splitting = frozenset(config.parallel.splitting(named))
     for c in hlo.collectives_in(text):
         arrays = c.arrays
         if c.op == "all-reduce":  # scalars may be combined with gradients
@@ -217,7 +221,7 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
             scalars += len(arrays) < len(c.arrays)
         if c.devices == 1:
             continue  # nothing is sent; XLA leaves out most of these, not all
-        found = models if config.has_model_axes and _is_of_model(c, config) else ours
+        found = models if _is_of_model(c, config, splitting) else ours
         for dtype, elements in arrays:
             key = c.op, hlo.DTYPES.get(dtype, dtype), c.devices
             found.elements[key] += elements * c.times
@@ -225,10 +229,21 @@ def _found(text: str, config: DistributedConfig) -> tuple[_Elements, _Elements, 
     return ours, models, scalars
 
 
-def _is_of_model(c: hlo.CompiledCollective, config: DistributedConfig) -> bool:
-    """Whether all devices of each of its groups have the same data."""
+def _is_of_model(
+    c: hlo.CompiledCollective, config: DistributedConfig, splitting: frozenset[str]
+) -> bool:
+    """Whether all devices of each of its groups have the same data, or parts of one parameter.
+
+    Along axes of data that split parameters, a step communicates, too: names tell.
+    """
     mesh = config.mesh
-    data = [i for i, name in enumerate(mesh.axis_names) if name in config.parallel.data_axes]
+    if not config.has_model_axes and (c.is_ours or not splitting):
+        return False
+    data = [
+        i
+        for i, name in enumerate(mesh.axis_names)
+        if name in config.parallel.data_axes and name not in splitting
+    ]
     places = [np.unravel_index(group, mesh.devices.shape) for group in c.groups]
     return bool(places) and all(np.ptp(place[i]) == 0 for place in places for i in data)
 

@@ -31,6 +31,7 @@ DTYPES = {
     "u64": "uint64",
 }
 _OPS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_OURS = re.compile(r'op_name="[^"]*\bjdistadam/(all_|reduce_)')  # scopes of core/collectives.py
 COPIED = "copied "
 """What stands before the operation of a collective by copies between devices."""
 
@@ -47,6 +48,7 @@ class CompiledCollective(NamedTuple):
       is_async: Whether it can overlap other work.
       groups: The devices that take part in it together, by position in the mesh; for a
         collective-permute each sender and receiver. Empty if XLA writes them in an unknown form.
+      is_ours: Whether core/collectives.py made it, as far as its name in the program tells.
     """
 
     op: str
@@ -55,6 +57,7 @@ class CompiledCollective(NamedTuple):
     times: int
     is_async: bool
     groups: tuple[tuple[int, ...], ...] = ()
+    is_ours: bool = False
 
 
 def collectives_in(text: str) -> Iterator[CompiledCollective]:
@@ -74,7 +77,9 @@ def collectives_in(text: str) -> Iterator[CompiledCollective]:
         arrays = _arrays(result)
         groups = _groups(line)
         devices = 0 if op == "collective-permute" or not groups else len(groups[0])
-        yield CompiledCollective(op, arrays, devices, times.get(name, 1), bool(start), groups)
+        yield CompiledCollective(
+            op, arrays, devices, times.get(name, 1), bool(start), groups, bool(_OURS.search(line))
+        )
 
 
 def _copied(line: str) -> CompiledCollective | None:

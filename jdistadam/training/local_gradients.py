@@ -18,7 +18,7 @@ import numpy as np
 from jdistadam.core import collectives, trees
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import model_axes
-from jdistadam.distributed.accumulate import AccumulatedGrads, mean_factor
+from jdistadam.distributed.accumulate import AccumulatedGrads, mean_factor, weighted
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.gather_params import (
     gathered_before_loss,
@@ -28,7 +28,13 @@ from jdistadam.distributed.gather_params import (
 from jdistadam.distributed.shard import is_shard, leaves_of, with_notes
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.errors import ShapeError
-from jdistadam.training.loss import LossFunction, LossOutput, leaves_not_finite, refuse_summed_loss
+from jdistadam.training.loss import (
+    LossFunction,
+    LossOutput,
+    leaves_not_finite,
+    refuse_lone_parts,
+    refuse_summed_loss,
+)
 from jdistadam.training.traced_gradients import with_order, without_effects
 from jdistadam.training.train_state import TrainState
 
@@ -90,6 +96,10 @@ class Forward:
         parallel = self.tx.config.parallel
         if parallel.num_devices > 1:
             refuse_summed_loss(lambda p: output(p).loss, self.params, parallel.data_axes)
+            assert self.tx.bound is not None
+            leaves = self.tx.bound.layout.leaves
+            split = {x.path: parallel.splitting(x.tensor_axes) for x in leaves if x.split > 1}
+            refuse_lone_parts(lambda p: output(p).loss, self.params, split)
         return output
 
 
@@ -138,7 +148,7 @@ class _MicroBatch(NamedTuple):
     out: LossOutput
     grads: Grads
     not_finite: Any  # shape (leaves,), bool; None unless asked for
-    is_weighted_in_gather: bool  # whether gradients of stacked layers already have the weight
+    weighted_in: str | None  # as of ``accumulate_local``
     order: tuple[int, ...]  # of the leaves, as their gradients are known; () if unknown
 
 
@@ -156,16 +166,20 @@ class _Gradient:
         """Differentiates micro-batch ``i``."""
         params, config = self.forward.params, self.forward.tx.config
         output, weight = self.forward.output(i, batch, model_state), None
-        if self.forward.loss_fn.weighted and any(map(is_shard, leaves_of(params))):
-            # [Note: weights before the sum]
+        weighted_in = self._weighted_in()
+        if weighted_in is not None:  # [Note: weights before the sum]
             weight = without_effects(lambda params: output(params).weight, params)
+        of_shards = jnp.float32(weight != 0) if weighted_in == "loss" else weight
 
         def loss_and_output(params: Params) -> tuple[jax.Array, LossOutput]:
             out = output(params)
-            return out.loss if self.loss_scale is None else out.loss * self.loss_scale, out
+            loss = weighted(out.loss, weight) if weighted_in == "loss" else out.loss
+            return loss if self.loss_scale is None else loss * self.loss_scale, out
 
         def differentiate(params: Params) -> tuple[Any, Grads]:
-            noted = with_notes(params, weight, self.report_nonfinite)
+            noted = with_notes(params, of_shards, self.report_nonfinite)
+            if weighted_in == "loss":
+                noted = self._each(noted, _without_weight, lambda x: x)
             (_, out), grads = jax.value_and_grad(loss_and_output, has_aux=True)(noted)
             not_finite = leaves_not_finite(grads) if self.report_nonfinite else None
             return (out, not_finite), with_notes(grads, None, has_probe=False)
@@ -178,10 +192,41 @@ class _Gradient:
             (out, not_finite), grads = differentiate(params)
         out = out if weight is None else out._replace(weight=weight)
         if not_finite is not None and out.weight is not None:
-            not_finite &= out.weight != 0  # such a micro-batch does not count
+            is_split = np.asarray(self._are_split(), np.bool_)
+            not_finite &= (out.weight != 0) | is_split  # such a micro-batch does not count
+        if weighted_in == "loss":
+            grads = self._without_padding(grads, weight)
         new_state = _like(model_state, out.model_state)
         out = out._replace(model_state=new_state)
-        return _MicroBatch(out, grads, not_finite, weight is not None, order)
+        return _MicroBatch(out, grads, not_finite, weighted_in, order)
+
+    def _are_split(self) -> list[bool]:
+        """For each leaf whether its gradient is of the data of several devices, as for experts."""
+        bound = self.forward.tx.bound
+        assert bound is not None
+        return [leaf.split > 1 for leaf in bound.layout.leaves]
+
+    def _weighted_in(self) -> str | None:
+        """Where gradients get their weight, if not when they are accumulated."""
+        if not self.forward.loss_fn.weighted:
+            return None
+        if any(self._are_split()):
+            return "loss"
+        return "gather" if any(map(is_shard, leaves_of(self.forward.params))) else None
+
+    def _without_padding(self, grads: Grads, weight: Any) -> Any:
+        """Weighted gradients; those of this device's data alone do not count at weight zero."""
+
+        def one(x: Any) -> Any:
+            return x if is_shard(x) else jnp.where(weight == 0, 0, x).astype(x.dtype)
+
+        return self._each(grads, lambda x: x, one)
+
+    def _each(self, tree: Any, of_split: Callable[[Any], Any], of_others: Any) -> Any:
+        """A tree with one function of the leaves that are split, and another one of all others."""
+        treedef: Any = jax.tree.structure(tree, is_leaf=is_shard)
+        pairs = zip(leaves_of(tree), self._are_split(), strict=True)
+        return treedef.unflatten(of_split(x) if split else of_others(x) for x, split in pairs)
 
     def add(self, acc: AccumulatedGrads, batch: _MicroBatch) -> AccumulatedGrads:
         """Adds the gradients of a micro-batch with its weight."""
@@ -190,8 +235,12 @@ class _Gradient:
             acc,
             batch.grads,
             batch.out.weight,
-            is_weighted_in_gather=batch.is_weighted_in_gather,
+            weighted_in=batch.weighted_in,
         )
+
+
+def _without_weight(x: Any) -> Any:
+    return dataclasses.replace(x, weight=None) if is_shard(x) else x
 
 
 def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalResult:

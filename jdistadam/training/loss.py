@@ -23,7 +23,14 @@ from jdistadam.distributed.accumulate import weighted
 from jdistadam.distributed.checks import check_inside
 from jdistadam.distributed.shard import is_shard, leaves_of
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
-from jdistadam.errors import DtypeError, NonfiniteError, PolicyError, ShapeError, TreeError
+from jdistadam.errors import (
+    DtypeError,
+    MeshError,
+    NonfiniteError,
+    PolicyError,
+    ShapeError,
+    TreeError,
+)
 
 
 class LossOutput(NamedTuple):
@@ -226,6 +233,31 @@ def refuse_summed_loss(
             "part of the batch. Return the local loss, which train_step averages over devices; "
             "for a mean over tokens return (loss, weight) with weighted=True."
         )
+
+
+def refuse_lone_parts(
+    loss_fn: Callable[[Any], Any], params: Params, split: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raises MeshError if a loss sends nothing along axes over which a leaf differs.
+
+    Each device then trains a part of the model alone, as with specs that were written for FSDP.
+
+    Args:
+      loss_fn: A function of params.
+      params: The params.
+      split: Axes of data along which leaves differ, by path; none for most.
+    """
+    if not any(split.values()):
+        return
+    named = jaxprs.named_axes(jax.make_jaxpr(loss_fn)(params).jaxpr)
+    for path, axes in split.items():
+        if lone := [axis for axis in axes if axis not in named]:
+            raise MeshError(
+                f"{path}: differs along axis {lone[0]!r}, over which loss_fn sends nothing: got "
+                "only this device's part of it, expected a collective such as an all-to-all, "
+                "as for experts. If all devices need this parameter, leave the axis out of "
+                "param_specs, and sharding over data axes to sharding_strategy: docs/experts.md."
+            )
 
 
 def leaves_not_finite(grads: Grads) -> jax.Array:

@@ -226,7 +226,7 @@ def _buffers(
     if bucket.is_packed:
         widest = jnp.promote_types(bucket.dtype, policy.comm_dtype)
         yield "packed gradients", whole * jnp.dtype(widest).itemsize
-    if bucket.is_packed or policy.comm_dtype != bucket.dtype:
+    if entry.reduce and (bucket.is_packed or policy.comm_dtype != bucket.dtype):
         yield "gradients as sent", whole * sent
     itemsize = jnp.dtype(bucket.dtype).itemsize
     is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
@@ -261,6 +261,8 @@ def _reduced(
     """What is received of a gradient, but for mailboxes, and its sum."""
     sent, reduced = config.policy.comm_dtype.itemsize, config.policy.reduced_dtype.itemsize
     inner = entry.bucket.inner_size
+    if not entry.reduce:  # no other device has these parameters
+        return
     if entry.reduce[0].op == "all-to-all" and not entry.is_copied:
         yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced

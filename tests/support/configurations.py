@@ -23,6 +23,7 @@ MESHES = {
     "model": dict(shape=(2, 2), names=("data", "model")),
     "model first": dict(shape=(2, 4), names=("model", "data")),
     "model alone": dict(shape=(1, 2), names=("data", "model")),
+    "experts": dict(shape=(2, 4), names=("data", "expert"), shard_axis=("data", "expert")),
     "replicas, model": dict(shape=(2, 2, 2), names=("replica", "data", "model"), replica_axis="replica"),
 }  # fmt: skip
 COPYING = ("2", "3", "8", "replicas", "replicas last")  # meshes of which devices may copy
@@ -50,7 +51,7 @@ SPIKES = (2, 4)  # steps whose gradients are large, if a guard is there
 SPIKE = 16.0
 
 PLACE = {
-    "mesh": tuple(MESHES),
+    "mesh": tuple(x for x in MESHES if x != "experts"),  # so that seeds keep their configurations
     "axes": ("explicit", "auto"),
     "specs": tuple(SPECS),  # on a mesh with a model axis
     "strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
@@ -158,6 +159,19 @@ class Place(_Place):
     @property
     def has_model_axis(self):
         return "model" in MESHES[self.mesh]["names"]
+
+    @property
+    def has_experts(self):
+        """Whether leaves differ along an axis of data."""
+        return self.mesh == "experts"
+
+    @property
+    def specs_of_leaves(self):
+        """The PartitionSpecs of leaves that are cut, by path."""
+        if not self.has_experts:
+            return SPECS[self.specs] if self.has_model_axis else {}
+        named = lambda spec: P(*(axis and "expert" for axis in spec))  # noqa: E731
+        return {path: named(spec) for path, spec in SPECS[self.specs].items()}
 
     @property
     def shards_grads(self):
@@ -298,6 +312,16 @@ def fitted(seed, config, places, names, is_changed=lambda: True):
         mesh, is_stochastic = MESHES[place["mesh"]], config["rounding"] == "stochastic"
         is_sent = config["param_comm"] is not None
         fit(place, is_sent and place["strategy"] == "no_shard", strategy="optim")
+        if place["mesh"] == "experts":
+            fit(place, place["strategy"] == "no_shard", strategy="optim")
+            is_tree = (
+                config["dtypes"] == config["grad_reduce"] == "float32" and config["micro"] == 1
+            )
+            is_tree = is_tree and config["grad_comm"] is None and not config["weighted"]
+            fit(config, not is_tree, data="exact")
+            fit(config, config["chain"] == "params", chain="none")  # it would see parts
+            has_blocks = is_coded or config["rounding"] == "stochastic"
+            fit(place, has_blocks and place["specs"] in ("columns", "small"), specs="rows")
         shards = place["strategy"] != "no_shard"
         fit(place, "replica_axis" not in mesh or not shards, outer="no_shard")
         fit(place, place["strategy"] != "optim_grads_params", reshard=True, rests_whole=False)
@@ -331,5 +355,5 @@ def features(config):
     for place in config.places:
         if place is not None:
             found |= {f"{name}={getattr(place, name)}" for name in PLACE if name != "specs"}
-            found |= {f"specs={place.specs}"} if place.has_model_axis else set()
+            found |= {f"specs={place.specs}"} if place.specs_of_leaves else set()
     return found

@@ -19,7 +19,7 @@ TABLE = (
     PLACE
     | CONFIG
     | dict(
-        mesh=("1", "8", "replicas last", "two axes", "model first", "replicas, model"),
+        mesh=("1", "8", "replicas last", "two axes", "experts", "model first", "replicas, model"),
         mu=("float32", "bfloat16", "block8", "block16"),
         specs=("rows", "columns"),
         bucket_bytes=(20_000, 32 << 20),
@@ -63,7 +63,7 @@ GATHERING = dict(strategy="optim_grads_params", reshard=True, gathered_in_model=
 def pairs(row):
     """The pairs of values in a row; GATHERING counts as one, as no two of its three gather."""
     values = {name: value for name, value in row.items() if value in TABLE[name]}
-    if "model" not in row["mesh"]:
+    if "model" not in row["mesh"] and row["mesh"] != "experts":
         del values["specs"]
     if GATHERING.items() <= row.items():
         values["gathering"] = True

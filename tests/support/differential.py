@@ -37,7 +37,6 @@ from support.configurations import (
     MEMORY,
     MESHES,
     SHAPES,
-    SPECS,
     SPIKE,
     SPIKES,
     STEPS,
@@ -154,8 +153,7 @@ def _placing(place, params):
     devices = jax.devices("cpu")[: math.prod(mesh["shape"])]
     axis_types = (types[place.axes],) * len(mesh["names"])
     given = {name: value for name, value in mesh.items() if name.endswith("_axis")}
-    if place.has_model_axis:
-        specs = SPECS[place.specs]
+    if specs := place.specs_of_leaves:
         given["param_specs"] = each_leaf(lambda path, _: specs.get(path) or P(), params)
     return given | dict(
         mesh=jax.make_mesh(mesh["shape"], mesh["names"], axis_types, devices=devices),
@@ -212,6 +210,55 @@ def nonfinite_devices(batch):
     return np.asarray(jax.tree.leaves(jax.tree.map(one, batch.grads)))
 
 
+def _split_dim(place, path):
+    """The dimension along which devices have other parts of a leaf; None: they do not."""
+    spec = place.specs_of_leaves.get(jax.tree_util.keystr(path), ())
+    return next((dim for dim, axis in enumerate(spec) if axis), None)
+
+
+def to_experts(place, path, x, weight):
+    """What all devices of a group contribute to a part of a leaf, on the device that has it.
+
+    Contributions are in a new dimension, behind that of scanned layers. What has no weight is not
+    sent, as NaNs would reach others.
+    """
+    dim = _split_dim(place, path)
+    if dim is None:
+        return x
+    x = x if weight is None else jnp.where(weight == 0, jnp.zeros((), x.dtype), x)
+    n, shape = jax.lax.axis_size("expert"), x.shape
+    x = x.reshape(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
+    first = int(place.stacked and "layers" in jax.tree_util.keystr(path))
+    return jax.lax.all_to_all(x, "expert", split_axis=dim, concat_axis=first)
+
+
+def from_experts(place, path, x):
+    """The whole of a leaf."""
+    dim = _split_dim(place, path)
+    return x if dim is None else jax.lax.all_gather(x, "expert", axis=dim, tiled=True)
+
+
+@jax.custom_vjp
+def _products(p, xs):
+    return jnp.stack([jnp.tensordot(p.astype(jnp.float32), x, p.ndim) for x in xs])
+
+
+def _products_backward(operands, cotangents):
+    p, xs = operands
+    terms = jax.vmap(jnp.multiply)(cotangents, xs)
+    while len(terms) > 1:  # as a tree
+        terms = terms[::2] + terms[1::2]
+    return terms[0].astype(p.dtype), jnp.zeros_like(xs)
+
+
+_products.defvjp(lambda p, xs: (_products(p, xs), (p, xs)), _products_backward)
+
+
+def of_expert(p, xs):
+    """The products of a part of a leaf, each of which goes back to the device that contributed."""
+    return jnp.sum(jax.lax.all_to_all(_products(p, xs), "expert", 0, 0))
+
+
 def make_loss(place, tx):
     """A loss whose gradient is the batch, and which reports its params.
 
@@ -224,7 +271,9 @@ def make_loss(place, tx):
         return jnp.sum(p * x) if place.has_model_axis else jnp.tensordot(p, x, p.ndim)
 
     def total(params, x):
-        products = jax.tree.map(product, params, x)
+        products = jax.tree.map(
+            lambda p, x: (of_expert if x.ndim > p.ndim else product)(p, x), params, x
+        )
         return sum(jax.tree.leaves(products), jnp.float32(0))
 
     @functools.partial(jax.checkpoint, policy=jda.remat_policy)
@@ -246,7 +295,17 @@ def make_loss(place, tx):
 
     def loss_fn(params, batch, model_state=None):
         x = jax.tree.map(lambda x: x[0], batch.grads)
-        loss, seen = loss_of(dict(params), dict(x))
+        if place.has_experts:
+            weight = None if batch.weights is None else batch.weights[0]
+            sent = jax.tree_util.tree_map_with_path(
+                lambda path, x: to_experts(place, path, x, weight), x
+            )
+            loss, seen = loss_of(dict(params), sent)
+            seen = jax.tree_util.tree_map_with_path(
+                lambda path, x: from_experts(place, path, x), seen
+            )
+        else:
+            loss, seen = loss_of(dict(params), dict(x))
         new = () if model_state is None else (jnp.sum(x["matrix"] > 0),)
         return loss if batch.weights is None else (loss, batch.weights[0]), *new, seen
 

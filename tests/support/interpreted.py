@@ -22,12 +22,12 @@ STEPS = 3
 
 
 @st.composite
-def configurations(draw):
-    """A configuration that stays in one place."""
+def configurations(draw, **given):
+    """A configuration that stays in one place, of which some values are given."""
     pick = lambda table: {name: draw(st.sampled_from(x)) for name, x in table.items()}  # noqa: E731
     config = pick(CONFIG) | dict(move="none")
     names = {"matrix", *draw(st.sets(st.sampled_from(sorted(SHAPES))))}
-    place = pick(PLACE)
+    place = pick(PLACE) | given
     return fitted(draw(st.integers(0, 999)), config, [place, {}], names)
 
 

@@ -22,6 +22,7 @@ from support.virtual_devices import (
     VirtualDevices,
     gather_phase,
     in_dtype,
+    pairwise,
     place_phase,
     rounded,
     sum_phase,
@@ -42,6 +43,7 @@ class Interpreter(Training):
         self.is_guarded, self.state_axes = config.guard is not None, state_axes
         self.devices, self.data_axes = VirtualDevices(sizes), data_axes
         self.model_axes = [x for x, n in sizes.items() if x not in data_axes and n > 1]
+        self.cutting_axes = [*self.model_axes, *(x for x in state_axes if sizes[x] > 1)]
         self.schedule, self.leaves = schedule, schedule.layout.leaves
         trained = sorted(i for entry in schedule.buckets for i in entry.bucket.leaves)
         self.trained = {i: self.leaves[i].path for i in trained}
@@ -79,7 +81,7 @@ class Interpreter(Training):
         leaf = self.leaves[i]
         for dim, axes in enumerate(leaf.cuts):
             if axes:
-                x = self.devices.part(x, [self.model_axes[k] for k in axes], dim)
+                x = self.devices.part(x, [self.cutting_axes[k] for k in axes], dim)
         assert x.shape[len(self.devices.shape) :] == leaf.shape, leaf
         return x
 
@@ -190,6 +192,9 @@ class Interpreter(Training):
             len(x), *(n if axis in axes else 1 for axis, n in sizes.items()), *x.shape[2:]
         )
         x = np.broadcast_to(x, (len(x), *self.devices.shape, *self.wholes[i].shape))
+        if split := [axis for axis in self.leaves[i].tensor_axes if axis in axes]:
+            # The model brings the contributions to a part to the device that has it, as a tree.
+            x = [self.devices.everywhere(micro, split, pairwise) for micro in x]
         return [self._cut_each(i, micro) for micro in x]
 
     def _contributions(self, micro):
@@ -197,7 +202,7 @@ class Interpreter(Training):
         found = set()
         for entry in self.schedule.buckets:
             summing = [c for c in entry.reduce + entry.reduce_outer if c.op != "all-gather"]
-            found.add(math.prod(c.devices for c in summing))
+            found.add(entry.bucket.split * math.prod(c.devices for c in summing))
         (devices,) = found or {1}
         return devices * micro
 
@@ -265,7 +270,7 @@ class Interpreter(Training):
             if any(index[axis] for axis in self.model_axes if axis not in bucket.tensor_axes):
                 continue
             number = 0
-            for axis in self.state_axes:
+            for axis in (x for x in self.state_axes if x not in bucket.tensor_axes):
                 number = number * self.devices.sizes[axis] + index[axis]
             segments = np.stack([starts, starts + sizes], axis=1) - number * size
             segments = np.clip(segments, 0, size) if by_element else [[0, num_runs(size, False)]]

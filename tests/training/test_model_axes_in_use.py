@@ -473,8 +473,8 @@ ERRORS = [
     (
         lambda: trained(make_tx(param_specs={"w": P("data"), "b": None})),
         jda.MeshError,
-        r"params\['w'\]: param_specs names axis 'data': .* Experts that differ along an axis of "
-        r"data are not supported: give them an axis of their own",
+        r"params\['w'\]: param_specs names axis 'data', which carries data, .* "
+        r"got model axis 'model' beside it, .* If these are experts, .*: docs/experts.md",
     ),
     (
         lambda: trained(make_tx(param_specs={"w": P("embed", "mlp"), "b": None})),
