@@ -1,15 +1,17 @@
-"""Times creating, saving and restoring states of many leaves.
+"""Times creating, saving, restoring and converting states of many leaves.
 
     python experiments/bench_leaves.py --out runs/bench_leaves.json
 
 Most leaves are small, as those of many layers. Each row runs in a process of its own, so that the
-first time includes all compilation. "distributed" is a state on virtual CPU devices, "plain" one of
+first time includes all compilation, and *peak_mb* is its own. "distributed" is a state on virtual
+CPU devices, which is also exported to optax's form and imported again, "plain" one of
 ``fused_adamw`` on one device. "orbax" saves and restores parameters and moments of the plain state
 with orbax alone, without our names, checksums and batches.
 """
 
 import json
 import pathlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -85,9 +87,21 @@ def one_round(part, create, folder, tx):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
         restored = timed("restore", lambda: jda.restore(folder, template, tx))
-    pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
-    assert all(x.dtype == y.dtype and bool((x == y).all()) for x, y in pairs)
+    assert_same(restored, state)
+    if part == "distributed":
+        exported = timed("export", lambda: jda.to_optax_state(state, tx))
+        assert_same(
+            timed("import", lambda: jda.from_optax_state(*exported[:2], tx, exported[2])), state
+        )
     shutil.rmtree(folder)
+    print(json.dumps({"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}))
+
+
+def assert_same(got, want):
+    import jax
+
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    assert all(x.dtype == y.dtype and bool((x == y).all()) for x, y in pairs)
 
 
 def timed(name, function):

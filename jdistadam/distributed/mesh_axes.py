@@ -385,14 +385,12 @@ def _others(parallel: DataParallel) -> list[tuple[str, str]]:
 
 
 def why_split(parallel: DataParallel, given: Any) -> str:
-    """Says whether ``param_specs`` cut, or may cut, parameters over axes of data; "": they do not.
+    """Says whether ``param_specs`` cut parameters over axes of data; "": not as far as is known.
 
     What a function returns is unknown before there are params.
     """
-    if given is None:
+    if given is None or callable(given):
         return ""
-    if callable(given):
-        return "" if parallel.tensor_axes else "a function as param_specs"
     specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, _SPECS))
     axes = [axis for x in specs if isinstance(x, _SPECS) for axis in axes_of(_spec_of(x))]
     splits = parallel.splitting(axes)
