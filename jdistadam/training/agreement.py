@@ -71,7 +71,7 @@ def agree(
     found = _facts_of(config, params) | facts()
     if lower is not None:
         leaves = dict(zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True))
-        is_copied = config.communication.transport == "peer"
+        is_copied = config.communication.is_peer
         sizes = {
             path: f"shape {x.shape}" if is_copied else f"{x.ndim} dimensions"
             for path, x in leaves.items()
