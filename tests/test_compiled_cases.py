@@ -15,6 +15,7 @@ from jdistadam.kernels import multi_tensor
 from support import covering
 from support.fast_compilation import AS_FOR_USERS
 from support.interpreted import compile_and_interpret
+from support.samples import often
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -24,8 +25,12 @@ ROWS = covering.rows()
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
+@often(lambda row: row % 3 == 0)
 def test_compiled_steps_have_the_bits_of_the_interpreter(row):
     options = AS_FOR_USERS if row % 4 == 0 else None
+    if jax.__version_info__ < (0, 11) and ROWS[row]["mesh"] == "experts":
+        if ROWS[row]["early_updates"]:
+            pytest.skip("needs jax 0.11: in XLA of 0.10 for CPUs, sums of several groups may stop")
     compile_and_interpret(covering.configuration(ROWS[row]), compiler_options=options)
 
 

@@ -13,6 +13,7 @@ from jdistadam.checkpoint import checksum
 from jdistadam.distributed import bucket_leaves, global_arrays
 from support.bits import assert_trees_same_bits
 from support.lookalike import BATCH, POLICIES, loss_fn, make_tx
+from support.samples import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -69,6 +70,7 @@ def test_programs_do_not_grow_with_the_number_of_leaves(few_in_a_program, tmp_pa
 
 
 @pytest.mark.parametrize("policy", ["float32", "remainder16", "8 bits"])
+@often(lambda policy: policy == "8 bits")
 def test_programs_of_few_leaves_give_the_same_bits(policy, few_in_a_program, tmp_path):
     dtype, given = POLICIES[policy]
     params, tx = params_of(22, dtype), make_tx(4, policy=given)

@@ -93,8 +93,6 @@ OFTEN = [
     ("8 bits", APART[2], None),
     ("8 bits", APART[3], "leaves"),
     ("8 bits", APART[4], None),
-    ("bfloat16", APART[1], "leaves"),
-    ("remainder16", APART[0], "leaves"),
 ]
 
 

@@ -107,7 +107,9 @@ def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, ga
     assert_same_bits(sums, squares_reference(spec, given, operands, request, xp=np))
 
 
-@pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
+@pytest.mark.parametrize(
+    "found_inf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stepped", "skipped"]
+)
 def test_fallback_sums_are_close(monkeypatch, found_inf):
     monkeypatch.setattr(native, "choose", lambda compiled, fallback: fallback)
     operands = operands_of(np.random.default_rng(6), *CASES["remainder16"], array=plain_array)
