@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -173,3 +174,24 @@ def test_coded_moments_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, mai
     moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[:2]))
     assert compiled.memory_analysis().alias_size_in_bytes == moved
     assert all(captured(tmp_path, "thunk_sequence_after_thunk_passes"))
+
+
+@pytest.mark.parametrize("chain", [jda.chain, optax.chain], ids=["ours", "of optax"])
+def test_a_clip_in_our_chain_writes_no_gradient(h200s, chain):
+    """The norm reads them, and the kernel. optax's chain writes clipped ones, and an update."""
+    tx = chain(optax.clip_by_global_norm(1.0), jda.fused_adamw(1e-3, weight_decay=0.1))
+    mesh = h200s(1)
+    params = {k: jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16) for k in "ab"}
+    args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
+
+    def step(params, state, grads):
+        if chain is jda.chain:
+            return tx.step(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    made = re.findall(r"^ +\S+ = (.*?) (fusion|copy|custom-call|convert)\(", entry, re.M)
+    written = [op for types, op in made if op != "custom-call" and "256,1024" in types]
+    assert bool(written) == (chain is optax.chain), entry
