@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS
 from jdistadam.distributed.layout import Layout
 
-_STATE = ("main_params", "mu", "nu", "ema")
 _MOMENTS = ("mu", "nu")
 _GRADS = ("packed gradients", "gradients as sent", "received contributions", "mailboxes")
 _SUMS = ("accumulated gradients",)
@@ -32,10 +32,10 @@ def settings_for(part: str, config: DistributedConfig, layout: Layout) -> tuple[
     keeps_sums = several and not parallel.shards_grads
     can_be_early = not (config.takes_norm_first or config.has_model_axes or config.updates_early)
     rows = (
-        (_STATE, several and not shards, 'sharding_strategy="optim"'),
+        (FLAT_ARRAYS, several and not shards, 'sharding_strategy="optim"'),
         (("main_params",), is_wide, 'main_params_dtype="remainder16"'),
         (_MOMENTS, are_wide, 'mu_dtype="block16", nu_dtype="block16"'),
-        (_STATE, part not in config.on_host, 'state_memory="pinned_host"'),
+        (FLAT_ARRAYS, part not in config.on_host, 'state_memory="pinned_host"'),
         (("params",), several and not parallel.shards_params, _SHARDED),
         (_GRADS, is_narrowed, "grad_comm_dtype=jnp.bfloat16"),
         (_SUMS, keeps_sums and parallel.shards_params, "reshard_after_forward=True"),

@@ -166,7 +166,8 @@ class TrainStep:
         nothing can be checked. There, a state of another layout makes loss, norm and the new state
         NaN, and the new state keeps its digest.
 
-        Several processes compare, once, the programs that they are about to run.
+        Several processes compare, once, the programs that they are about to run. The first call
+        waits for its result, so that too little memory raises here; later ones do not wait.
 
         Returns:
           The new state, and the metrics by name, as ``train_step`` lists them.
