@@ -4,7 +4,8 @@
     python experiments/bench_one_gpu.py --size tiny --rounds 2 --out /tmp/try.json  # CPU
 
 Float32 parameters, a model in bfloat16, unrolled and scanned, 1 and 8 sequences; plain, clipped,
-with norms, and with wrappers around the optimizer. The rows of a workload are timed in turn, one
+with norms, with wrappers around the optimizer, and with fewer bytes: bfloat16 parameters, main
+parameters of several kinds, 8-bit moments ("bytes", beside optax with float32). The rows of a workload are timed in turn, one
 state in memory at a time; a ratio is to the "optax" of the same group in the same round. "step,
 widened" is the step with an optimization barrier around float32 gradients, which the kernel then
 reads: it must end with the same bits as "step", if both programs multiply matrices alike.
@@ -28,11 +29,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import command_line, power, report
 from step_bench import model
-from step_bench.variants import CHECKED_LEARNING_RATE, HYPER, MAX_NORM
+from step_bench.variants import CHECKED_LEARNING_RATE, HYPER, MAX_NORM, bfloat16
 
 import jdistadam as jda
 
 WORKLOADS = ("scanned-8", "unrolled-8", "scanned-1", "unrolled-1")
+EIGHT_BITS = {"mu_dtype": "block8", "nu_dtype": "block8", "rounding": "stochastic", "seed": 0}
 WRAPPERS = ("MultiSteps", "apply_if_finite")  # around the optimizer, in the first workload alone
 COMPILERS = 4
 
@@ -54,6 +56,16 @@ def rows(has_wrappers):
         "norms/optax": (theirs, with_norms_of_optax, wide),
         "norms/step_with_norms": (ours, with_norms_of_kernel, wide),
     }
+    ways = {
+        "float32 main": dict(main_params_dtype=jnp.float32),
+        "remainders": dict(main_params_dtype="remainder16"),
+        "remainders, 8-bit moments": dict(main_params_dtype="remainder16", **EIGHT_BITS),
+        "no main, 8-bit moments": EIGHT_BITS,
+    }
+    found["bytes/optax"] = (theirs, of_optax, wide)
+    for name, kept in ways.items():
+        tx = jda.fused_adamw(CHECKED_LEARNING_RATE, **HYPER, **kept)
+        found[f"bytes/{name}"] = (tx, of_step, jnp.bfloat16)
     for name, row in bench_wrappers.rows().items() if has_wrappers else ():
         group, way = name.split("/")
         if group in WRAPPERS and way in ("optax", "step"):
@@ -61,11 +73,19 @@ def rows(has_wrappers):
     return found
 
 
+def dtype_of(name):
+    """The dtype of a row's parameters."""
+    is_narrow = name.startswith("bytes/") and name != "bytes/optax"
+    return jnp.bfloat16 if is_narrow else jnp.float32
+
+
 @jax.jit
 def digest(params):
     """Two numbers that depend on every bit of every parameter."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}
     bits = [
-        jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1) for x in jax.tree.leaves(params)
+        jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize]).astype(jnp.uint32).reshape(-1)
+        for x in jax.tree.leaves(params)
     ]
     places = [jnp.arange(x.size, dtype=jnp.uint32) * 2 + 1 for x in bits]
     return sum(map(jnp.sum, bits)), sum(jnp.sum(x * y) for x, y in zip(bits, places, strict=True))
@@ -77,14 +97,20 @@ def measure(size, workload, sharding, rounds, calls, has_wrappers):
     shapes = model.shapes(size, workload.is_scanned)
     loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")
     tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(workload.sequences, -1))
-    made = [Row(name, row, loss, shapes, tokens) for name, row in rows(has_wrappers).items()]
+    made = []
+    for name, row in rows(has_wrappers).items():
+        kept = jax.tree.map(lambda x, of=dtype_of(name): jax.ShapeDtypeStruct(x.shape, of), shapes)
+        made.append(Row(name, row, loss, kept, tokens))
     made[0].compile()
     with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(Row.compile, made[1:]))
     times, digests = {row.name: [] for row in made}, {}
     for i in range(rounds):
         for row in made[:: (-1) ** i]:
-            ms, params, _ = row.run(model.draw(shapes, sharding), tokens, calls)
+            params = model.draw(shapes, sharding)
+            if dtype_of(row.name) == jnp.bfloat16:
+                params = bfloat16(params)
+            ms, params, _ = row.run(params, tokens, calls)
             times[row.name].append(ms)
             digests[row.name] = tuple(map(int, digest(params)))
             del params

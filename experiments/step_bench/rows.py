@@ -145,6 +145,8 @@ def parse(name, checkpoint="none"):
     ours = SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
     allowed["annotated_zero1"] = annotated | {"fused"}  # fused_adamw, its state sharded
+    if "fused" in modifiers:
+        allowed["annotated_zero1"] |= {"remainder16", "no_main", "block8"}
     for strategy in STRATEGIES[:3]:
         allowed[strategy] = ours - {"gathered_once", *BY_BLOCK}
     allowed[STRATEGIES[3]] = ours | WHOLE.keys()

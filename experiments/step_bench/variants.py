@@ -175,22 +175,25 @@ class AnnotatedUpdate:
 class FusedUpdate(AnnotatedUpdate):
     """fused_adamw with main parameters; ``jda.state_shardings`` shards its state."""
 
-    def __init__(self, shapes, mesh, clips):
-        clip = optax.clip_by_global_norm(MAX_NORM) if clips else optax.identity()
-        self.tx = jda.chain(
-            clip, jda.fused_adamw(LEARNING_RATE, **HYPER, main_params_dtype=jnp.float32)
-        )
+    def __init__(self, shapes, mesh, modifiers):
+        clip = optax.clip_by_global_norm(MAX_NORM) if "clip" in modifiers else optax.identity()
+        kept = dict(main_params_dtype=main_params_of(modifiers), **moments_of(modifiers))
+        self.tx = jda.chain(clip, jda.fused_adamw(LEARNING_RATE, **HYPER, **kept))
         replicated = NamedSharding(mesh, P())
         self.of_params = jax.tree.map(lambda _: replicated, shapes)
         params = placed(shapes, self.of_params, jnp.bfloat16)
         state = jax.eval_shape(self.tx.init, params)
         self.of_state = jda.state_shardings(state, params, mesh)
-        self.sharded = self.of_state[1].main_params
+        # What float32 parameters keep beyond bfloat16 is lost where remainders are kept.
+        is_whole = main_params_of(modifiers) == jnp.float32
+        self.sharded = self.of_state[1].main_params if is_whole else None
         self.shapes = (params, (), placed(state, self.of_state))
 
     def start(self, params):
         """Makes (bfloat16 params, nothing, state) from float32 params."""
         state = jax.jit(self.tx.init, out_shardings=self.of_state)(bfloat16(params))
+        if self.sharded is None:
+            return jax.device_put(bfloat16(params), self.of_params), (), state
         main = jax.tree.map(jnp.copy, jax.device_put(params, self.sharded))
         state = (state[0], state[1]._replace(main_params=main))
         return jax.device_put(bfloat16(params), self.of_params), (), state
@@ -208,7 +211,7 @@ class Annotated:
         self.setting = setting
         clips = "clip" in modifiers
         if "fused" in modifiers:
-            self.update = FusedUpdate(setting.shapes, setting.mesh, clips)
+            self.update = FusedUpdate(setting.shapes, setting.mesh, modifiers)
         else:
             cuts_first_dim = "first_dim" in modifiers
             self.update = AnnotatedUpdate(
