@@ -26,13 +26,16 @@ def skip_if_forbidden(said):
         pytest.skip("the system forbids it: needs kernel.yama.ptrace_scope=0, or root")
 
 
-def start(count, folder, steps, communication="peer", strategy="optim", platform="cpu", devices=4):
+def start(
+    count, folder, steps, communication="peer", strategy="optim", platform="cpu", devices=4, limit=300
+):
     """Starts processes; returns them and the files with what they print."""
     port = free_port()
     running, outputs = [], [pathlib.Path(f"{folder}.{i}.txt") for i in range(count)]
     env = environment(
         JAX_PLATFORMS="cpu" if platform == "cpu" else "cuda,cpu",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        JDISTADAM_WAIT_LIMIT_SECONDS=str(limit),
     )
     for i, output in enumerate(outputs):
         arguments = (platform, i, count, devices, port, folder, steps, communication, strategy)
@@ -103,21 +106,25 @@ def test_processes_that_copy_between_gpus_give_the_bits_of_one(tmp_path, strateg
     check_processes(tmp_path, "gpu", strategy, even_number_of_gpus(least))
 
 
+def wait_for_step(step, running, outputs, index):
+    """Returns once a process has ended a step."""
+    limit = time.monotonic() + 120
+    while f"step {step}\n" not in outputs[index].read_text():
+        if running[index].poll() is not None:
+            codes = [process.wait(60) for process in running]
+            skip_if_forbidden(outputs[index].read_text())
+            raise AssertionError((codes, outputs[index].read_text()[-3000:]))
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 def check_kill(tmp_path, seed, count=2, platform="cpu", devices=4):
     """Kills one process at a random moment; the others end, and the next start resumes."""
     options = dict(platform=platform, devices=devices)
     rng, folder = random.Random(seed), tmp_path / "killed"
     running, outputs = start(count, folder, 10**6, **options)
     victim = rng.randrange(count)
-    after = rng.randrange(3, 12)
-    limit = time.monotonic() + 120
-    while f"step {after}\n" not in outputs[victim].read_text():
-        if running[victim].poll() is not None:
-            codes = [process.wait(60) for process in running]
-            skip_if_forbidden(outputs[victim].read_text())
-            raise AssertionError((codes, outputs[victim].read_text()[-3000:]))
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_for_step(rng.randrange(3, 12), running, outputs, victim)
     time.sleep(rng.random() / 5)
     os.kill(running[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -150,6 +157,41 @@ def test_processes_end_wherever_one_dies(tmp_path, seed):
 def test_processes_with_gpus_end_wherever_one_dies(tmp_path, seed):
     devices = even_number_of_gpus()
     check_kill(tmp_path, seed, (devices, 2)[seed], platform="gpu", devices=devices)
+
+
+def check_stop(tmp_path, platform="cpu", devices=4):
+    """Stops one of two processes for ever: the other one ends, and says for whom it waited.
+
+    It waits for copies as long as the limit says; if it comes to a collective of XLA first, until
+    JAX's heartbeat, or XLA's own limit, ends it.
+    """
+    limit, most = 10, 120
+    options = dict(platform=platform, devices=devices, limit=limit)
+    running, outputs = start(2, tmp_path / "stopped", 10**6, **options)
+    wait_for_step(5, running, outputs, 1)
+    os.kill(running[1].pid, signal.SIGSTOP)
+    try:
+        stopped = time.monotonic()
+        code, said = running[0].wait(most), outputs[0].read_text()
+        assert code != 0
+        missed = re.search(rf"not come within {limit} s: places? .*\(process 1\b", said)
+        assert missed or "Gloo All" in said or "oordination" in said, said[-3000:]
+        why = missed[0] if missed else "JAX ended it"
+        print(f"ended {time.monotonic() - stopped:.0f} s after the other one stopped: {why}")
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_process_that_stops_ends_the_other(tmp_path):
+    check_stop(tmp_path)
+
+
+@pytest.mark.multigpu
+def test_a_process_that_stops_ends_the_other_with_gpus(tmp_path):
+    check_stop(tmp_path, "gpu", even_number_of_gpus())
 
 
 def test_a_failure_is_told_to_other_processes():
