@@ -5,10 +5,10 @@
 
 Float32 parameters, a model in bfloat16, unrolled and scanned, 1 and 8 sequences; plain, clipped,
 with norms, with wrappers around the optimizer, and with fewer bytes: bfloat16 parameters, main
-parameters of several kinds, 8-bit moments ("bytes", beside optax with float32). The rows of a workload are timed in turn, one
-state in memory at a time; a ratio is to the "optax" of the same group in the same round. "step,
-widened" is the step with an optimization barrier around float32 gradients, which the kernel then
-reads: it must end with the same bits as "step", if both programs multiply matrices alike.
+parameters of several kinds, 8-bit moments ("bytes", beside optax with float32). The rows of a
+workload are timed in turn, one state in memory at a time; a ratio is to the "optax" of the same
+group in the same round. "step, widened" is the step with an optimization barrier around float32
+gradients, which the kernel then reads.
 
 The first program of a workload is compiled alone, so that the others find its tuned products.
 """
@@ -79,18 +79,6 @@ def dtype_of(name):
     return jnp.bfloat16 if is_narrow else jnp.float32
 
 
-@jax.jit
-def digest(params):
-    """Two numbers that depend on every bit of every parameter."""
-    unsigned = {2: jnp.uint16, 4: jnp.uint32}
-    bits = [
-        jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize]).astype(jnp.uint32).reshape(-1)
-        for x in jax.tree.leaves(params)
-    ]
-    places = [jnp.arange(x.size, dtype=jnp.uint32) * 2 + 1 for x in bits]
-    return sum(map(jnp.sum, bits)), sum(jnp.sum(x * y) for x, y in zip(bits, places, strict=True))
-
-
 def measure(size, workload, sharding, rounds, calls, has_wrappers):
     """Records of all rows of a workload."""
     on_gpu = jax.devices()[0].platform == "gpu"
@@ -99,12 +87,14 @@ def measure(size, workload, sharding, rounds, calls, has_wrappers):
     tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(workload.sequences, -1))
     made = []
     for name, row in rows(has_wrappers).items():
-        kept = jax.tree.map(lambda x, of=dtype_of(name): jax.ShapeDtypeStruct(x.shape, of), shapes)
-        made.append(Row(name, row, loss, kept, tokens))
+        stored = jax.tree.map(
+            lambda x, name=name: jax.ShapeDtypeStruct(x.shape, dtype_of(name)), shapes
+        )
+        made.append(Row(name, row, loss, stored, tokens))
     made[0].compile()
     with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(Row.compile, made[1:]))
-    times, digests = {row.name: [] for row in made}, {}
+    times = {row.name: [] for row in made}
     for i in range(rounds):
         for row in made[:: (-1) ** i]:
             params = model.draw(shapes, sharding)
@@ -112,7 +102,6 @@ def measure(size, workload, sharding, rounds, calls, has_wrappers):
                 params = bfloat16(params)
             ms, params, _ = row.run(params, tokens, calls)
             times[row.name].append(ms)
-            digests[row.name] = tuple(map(int, digest(params)))
             del params
     for row in made:
         rival = f"{row.name.split('/')[0]}/optax"
@@ -125,7 +114,6 @@ def measure(size, workload, sharding, rounds, calls, has_wrappers):
             "least_ratio": min(ratios),
             "most_ratio": max(ratios),
             "temporary_ratio": row.record["temporary_bytes"] / rival_bytes,
-            "digest": digests[row.name],
         }
     return [row.record for row in made]
 
@@ -156,15 +144,12 @@ def main():
                 args.calls,
                 name == names[0],
             )
-            digests = {x["name"]: x["digest"] for x in found[name]}
             for x in found[name]:
                 print(
                     f"{name:11} {x['name']:24} {x['ms']:8.2f} ms  {x['ratio_to_optax']:.4f} of "
                     f"optax ({x['least_ratio']:.4f} to {x['most_ratio']:.4f})  temporary "
                     f"{x['temporary_bytes'] / 1e9:6.3f} GB, {x['temporary_ratio']:.3f} of optax"
                 )
-            same = digests["plain/step"] == digests["plain/step, widened"]
-            print(f"{name}: bits with narrow gradients {'as' if same else 'NOT as'} with wide ones")
     report.write_run(
         args.out,
         args.revision,

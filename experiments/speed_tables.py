@@ -55,21 +55,27 @@ def group_rows(record, group) -> dict[str, dict]:
     return {name: row for row, (of, name) in names if of == group}
 
 
+CODED = "+remainder16+block8"
+
+
 def sharded_state() -> str:
     """One line for each way to shard the state over two H100s; a column for each workload."""
-    found = {row["name"]: row for row in _results("bench_step/h100_x2/sharded_state")["rows"]}
+    rows = group_rows("bench_step/h200_x2/sharded_state", "unrolled-8")
     names = (
-        ("annotated_zero1+first_dim", "`optax.adamw`, tuned `NamedSharding`s"),
-        ("annotated_zero1+fused", "`fused_adamw`, `state_shardings`"),
-        ("optim+float32sum", "`jda.distributed`, an earlier kernel over peer memory"),
+        ("annotated_zero1+first_dim+clip", "`optax.adamw`, `NamedSharding`s"),
+        ("annotated_zero1+fused+clip", "`fused_adamw`, `state_shardings`"),
+        (f"annotated_zero1+fused{CODED}+clip", "the same, remainder16, block8"),
+        (f"optim+float32sum{CODED}+clip", "`jda.distributed`, remainder16, block8"),
     )
-    workloads = [(group, clip) for group in ("unrolled-8", "unrolled-1") for clip in ("", "+clip")]
-    columns = ("ms per step", "8 sequences", "clipped", "1 sequence", "clipped")
-    table = []
-    for row, name in names:
-        cells = (found[f"{group}/{row}{clip}"]["ms"] for group, clip in workloads)
-        table.append((name, *(f"{ms:.1f}" for ms in cells)))
-    return markdown.table(columns, table)
+    table = [
+        (
+            name,
+            f"{rows[row]['ms']:.1f} ({rows[row]['ms_least']:.1f} to {rows[row]['ms_most']:.1f})",
+            f"{bytes_of_step(rows[row])[0] / 1e9:.1f}",
+        )
+        for row, name in names
+    ]
+    return markdown.table(("clipped step", "ms", "GB between steps"), table)
 
 
 ZERO3 = "optim_grads_params"
@@ -138,6 +144,28 @@ def clipped(records) -> str:
     return markdown.table((*columns, "tokens/s", "GB, 8 sequences"), table)
 
 
+def by_tokens() -> str:
+    """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
+    found = _results("bench_step/h200_x2/tuned")
+    rows = {row["name"]: row for row in found["rows"]}
+    table = []
+    for gain in found["gains"]:
+        group = gain["row"].split("/")[0]
+        three = [rows[name] for name in (f"{group}/floor", gain["beside"], gain["row"])]
+        rival, ours = three[1:]
+        table.append(
+            (
+                f"{int(group.split('-')[1]) * found['length']:,}",
+                *(f"{row['ms']:.1f}" for row in three),
+                _gain_cell(rival, ours, in_rounds=True),
+                f"{100 * rival['model_flops_utilization']:.1f} / "
+                f"{100 * ours['model_flops_utilization']:.1f}",
+            )
+        )
+    columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
+    return markdown.table((*columns, "% of the GPU's FLOP/s, optax / jdistadam"), table)
+
+
 def gains() -> str:
     """How many percent more tokens/s the fastest steps have than rivals; one line per run."""
     table = []
@@ -162,7 +190,7 @@ def _gain_cell(rival, ours, in_rounds) -> str:
 
 
 SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
-SCANNED_CODED = f"{SCANNED_FLOAT32}+remainder16+block8"
+SCANNED_CODED = f"{SCANNED_FLOAT32}{CODED}"
 OF_SCANNED = {  # variants without "+clip", and their names
     "floor": "no optimizer",
     "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
@@ -273,9 +301,39 @@ def processes() -> str:
     return markdown.table(("", "8 sequences, ms", "1 sequence, ms"), table)
 
 
+ONE_H200 = ("h200/scanned", "h200/unrolled")
+
+
+def bytes_on_one_gpu() -> str:
+    """One line for each way to keep parameters and moments: time and memory on one H200."""
+    names = {
+        "bytes/optax": "float32, `optax.adamw`",
+        "plain/step": "float32",
+        "bytes/float32 main": "bfloat16, `main_params_dtype=jnp.float32`",
+        "bytes/remainders": 'bfloat16, `main_params_dtype="remainder16"`',
+        "bytes/remainders, 8-bit moments": 'the same, "block8" moments, stochastic rounding',
+        "bytes/no main, 8-bit moments": 'bfloat16, "block8" moments, stochastic rounding',
+    }
+    table = []
+    for way, name in names.items():
+        cells = []
+        for record in ONE_H200:
+            (listed,) = _results(f"bench_one_gpu/{record}")["workloads"].values()
+            rows = {row["name"]: row for row in listed}
+            cells.append(f"{rows[way]['ms'] / rows['bytes/optax']['ms']:.3f}")
+        cells += [f"{rows[way][x] / 1e9:.1f}" for x in ("held_bytes", "temporary_bytes")]
+        table.append((name, *cells))
+    columns = ("parameters and arguments", "scanned: time beside optax's", "unrolled")
+    return markdown.table((*columns, "GB between steps", "more in an unrolled step"), table)
+
+
 def one_gpu() -> str:
-    """One line for each workload of bench_one_gpu.json; a column for each way to step."""
-    found = _results("bench_one_gpu/h100/default")["workloads"]
+    """One line for each workload of bench_one_gpu.py; a column for each way to step."""
+    found = [
+        (f"{record[:4].upper()}: {workload}", {row["name"]: row for row in listed})
+        for record in ("h100/default", *ONE_H200)
+        for workload, listed in _results(f"bench_one_gpu/{record}")["workloads"].items()
+    ]
     ways = {
         "plain/step": "`step`",
         "clip/step": "with a clip",
@@ -284,8 +342,7 @@ def one_gpu() -> str:
         "apply_if_finite/step": "`apply_if_finite`",
     }
     table = []
-    for workload, listed in found.items():
-        rows = {row["name"]: row for row in listed}
+    for workload, rows in found:
         layers, sequences = workload.split("-")
         cells = [
             f"{rows[way]['ratio_to_optax']:.3f} ({rows[way]['least_ratio']:.3f} to "
@@ -460,7 +517,8 @@ def _in_step(record, *variants, group="unrolled-8") -> str:
 def decision() -> str:
     """Who gains, how much beside optax, and with how many bytes: the first table of README."""
     first, zero1, optim = "annotated_zero1", "annotated_zero1+first_dim", "optim+float32sum"
-    fsdp, two, four = "annotated_fsdp+first_dim", "h200_x2/clipped_two_processes", "h100_x4/clipped"
+    fsdp, two, four = "annotated_fsdp+first_dim", "h200_x2/tuned", "h100_x4/clipped"
+    best = f"{zero1}+best_flags"
     processes, scanned = "h100_x4/clipped_four_processes", "h100_x4/scanned"
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
@@ -482,9 +540,9 @@ def decision() -> str:
         ),
         (
             "2 to 8 GPUs with NVLink", "**yes**",
-            f"2 H200s: {_more(two, zero1, optim)}; 4 H100s: "
+            f"2 H200s: {_more(two, best, optim)}; 4 H100s: "
             f"{_more(processes, zero1, ONCE)}; 8: not measured",
-            _in_step(two, optim, zero1) + "; " + _in_step(processes, ONCE, zero1),
+            _in_step(two, optim, best) + "; " + _in_step(processes, ONCE, zero1),
         ),
         (
             "the same, with scanned layers (FSDP)", "**yes**",

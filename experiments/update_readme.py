@@ -168,6 +168,8 @@ TABLES = {
     "processes": speed_tables.processes,
     "scanned": speed_tables.scanned,
     "one_gpu": speed_tables.one_gpu,
+    "bytes_on_one_gpu": speed_tables.bytes_on_one_gpu,
+    "by_tokens": speed_tables.by_tokens,
     "images": speed_tables.images,
     "host_steps": speed_tables.host_steps,
     "largest_model": speed_tables.largest_model,
