@@ -524,7 +524,7 @@ def decision() -> str:
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
     largest = f"[{sizes[0]} parameters on 80 GB]({page})"
-    of_scanned = _more(scanned, fsdp, SCANNED_FLOAT32, ("scanned-8", "scanned-1"))
+    of_scanned = _more(scanned, fsdp, SCANNED_FLOAT32, ("scanned-8",))
     large = _more("h100_x4/large_model", fsdp, SCANNED_CODED, ("scanned-8",))
     over_xla = _more("h100_x4/four_processes", zero1, f"{optim}+over_xla", ("unrolled-8",))
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
@@ -535,8 +535,9 @@ def decision() -> str:
         ),
         (
             "one GPU, and it does not fit",
-            "**yes**: [8-bit moments](docs/precision.md#which-should-i-choose), early updates",
-            f"{largest}, {sizes[1]} with optax in float32", peaks,
+            "**yes**: [8-bit moments](docs/precision.md#which-should-i-choose) and [early "
+            "updates](docs/out_of_memory.md#early-updates)",
+            f"{largest}; {sizes[1]} with optax in float32", peaks,
         ),
         (
             "2 to 8 GPUs with NVLink", "**yes**",
@@ -545,19 +546,20 @@ def decision() -> str:
             _in_step(two, optim, best) + "; " + _in_step(processes, ONCE, zero1),
         ),
         (
-            "the same, with scanned layers (FSDP)", "**yes**",
-            f"4 H100s: {of_scanned}", _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
+            "the same, FSDP with scanned layers", "**yes**",
+            f"4 H100s: {of_scanned} beside default compiler flags", _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
         ),
         (
-            "the same, 6.7e9 parameters", "**yes**, with 8-bit moments", f"4 H100s: {large}",
+            "the same, 6.7e9 parameters", "**yes**, with 8-bit moments",
+            f"4 H100s: {large} beside default flags and float32 moments",
             _in_step("h100_x4/large_model", SCANNED_CODED, fsdp, group="scanned-8"),
         ),
         (
             "GPUs without NVLink", "for its memory and dtypes",
-            f"by XLA's collectives, 4 H100s: {_more(four, zero1, 'optim')}; with float32 "
-            f"sums {over_xla}; PCIe: not measured", _in_step(four, "optim", zero1),
+            f"not measured; XLA's collectives on 4 H100s: {_more(four, zero1, 'optim')}, or "
+            f"{over_xla} with gradients summed in float32", _in_step(four, "optim", zero1),
         ),
-        ("several hosts", "try it: so far on CPUs only", "not measured", "not measured"),
+        ("several hosts", "not yet: tested on CPUs only", "not measured", "not measured"),
     ]  # fmt: skip
     columns = ("you train on", "use it?", "measured beside tuned optax: tokens/s")
     return markdown.table((*columns, "GB of a GPU in a step: ours / optax's"), table)
