@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from support import gpus  # noqa: E402
+from support import gpus, samples  # noqa: E402
 from support.package import choose_package  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("h200")
         if (mark := item.get_closest_marker("often")) and not is_case(mark.kwargs["when"], item):
             item.add_marker("slow")
+    samples.mark_the_rest_slow(items)
+    for item in items:
         if item.get_closest_marker("slow"):
             item.user_properties.append(("marked", "slow"))  # for .ci/report.py
 

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam import errors
 from support.optimizers import distributed_adamw
+from support.samples import few
 
 BF16 = jnp.bfloat16
 PARAMS = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
@@ -817,6 +818,7 @@ def test_there_are_enough_cases_and_each_has_its_own_name():
     assert len(names) == len(set(names)) >= 300
 
 
+@few(7)
 @pytest.mark.parametrize(("call", "kind", "message"), as_params(ERRORS))
 def test_bad_input_raises_the_expected_message(call, kind, message):
     with pytest.raises(kind, match=message) as caught:
@@ -833,6 +835,7 @@ def test_a_call_that_does_not_fit_raises_in_python(call, message):
         call()
 
 
+@few(4)
 @pytest.mark.parametrize(("why", "call", "expected"), as_params(ACCEPTED))
 def test_unusual_input_is_accepted(why, call, expected):
     assert why

@@ -18,6 +18,7 @@ from jdistadam import __main__
 from jdistadam.kernels import native
 from jdistadam.tools import audit, bench, command_line, diagnostics
 from support.paths import ROOT
+from support.samples import few
 
 
 def test_info_as_json_in_a_process_of_its_own():
@@ -524,6 +525,7 @@ def test_closed_pipe_prints_no_error():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@few(2)
 @pytest.mark.parametrize("variant", sorted(bench.VARIANTS))
 def test_every_bench_variant_steps(variant):
     how = bench.VARIANTS[variant]

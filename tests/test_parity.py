@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.samples import few
 
 # None of these is a default. float32 represents them exactly, so a float64 run uses the same values.
 HYPER = dict(learning_rate=2**-6, b1=0.875, b2=1 - 2**-8, eps=2**-8, weight_decay=0.125)
@@ -113,11 +114,13 @@ def assert_trains_as_optax(train, losses, params, _):
     assert np.linalg.norm(ours - exact) <= 1.5 * error
 
 
+@few(1)
 @pytest.mark.parametrize("train", [train_linen, train_nnx])
 def test_fused_adamw_in_flax_trains_as_optax(train):
     assert_trains_as_optax(train, *train(jda.fused_adamw))
 
 
+@few(1)
 @pytest.mark.parametrize("train", [train_linen, train_nnx])
 def test_fused_adamw_sharded_over_8_devices_trains_as_optax_on_one(train):
     """XLA chooses the order in which it sums gradients over devices, so the bits may differ."""
@@ -133,6 +136,7 @@ STRATEGIES = pytest.mark.parametrize(
 )
 
 
+@few(1)
 @STRATEGIES
 def test_every_strategy_trains_as_optax_on_one_device(strategy):
     assert_trains_as_optax(train_linen, *train_distributed(strategy, max_grad_norm=CLIP))
@@ -152,6 +156,7 @@ def train_in_parts():
     return params, state
 
 
+@few(1)
 @STRATEGIES
 def test_every_strategy_has_the_bits_of_one_device(strategy):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)

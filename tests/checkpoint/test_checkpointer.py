@@ -20,6 +20,7 @@ import jdistadam as jda
 from jdistadam.checkpoint import checkpointer as folder
 from jdistadam.checkpoint import storage
 from support.paths import TESTS, environment
+from support.samples import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -272,6 +273,7 @@ def test_lock_that_is_no_file_raises_and_stays(tmp_path, kind):
     assert other.read_text() == "kept" and jda.checkpoint_steps(folder) == []
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["optax", "jdistadam"])
 def test_checkpoints_are_numbered_by_the_step_of_the_state(tmp_path, kind):
     """MultiSteps counts every second one alone."""

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import checksum
 from jdistadam.checkpoint.checksum import partial_sums, totals
+from support.samples import few
 
 DEVICES = jax.devices("cpu")
 
@@ -36,6 +37,7 @@ def reference(x):
     return f"{first:08x}{second:08x}"
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
 def test_checksum_equals_its_definition_under_any_sharding(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3, 4)) * 5).astype(dtype)

@@ -14,6 +14,7 @@ import jdistadam as jda
 from jdistadam.checkpoint import storage
 from support.headers import rewrite_header
 from support.lookalike import make_params, make_tx
+from support.samples import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -54,6 +55,7 @@ def assert_same(got, want):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@few(1)
 @pytest.mark.parametrize("values", [VALUES, NUMPY], ids=["python", "numpy"])
 def test_values_come_back_as_what_they_were(tmp_path, values):
     extra = {"deep": {"er": values}, "top": 1}

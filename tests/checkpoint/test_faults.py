@@ -18,6 +18,7 @@ from jdistadam.checkpoint import checkpointer as folders
 from support import save_again_and_again
 from support.bits import assert_trees_same_bits
 from support.paths import TESTS, environment
+from support.samples import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -93,7 +94,8 @@ def test_kill_9_leaves_the_old_checkpoint_or_the_new_one(tmp_path, server, kills
     assert len(jda.checkpoint_steps(tmp_path)) <= 3
 
 
-@pytest.mark.parametrize("strides", [(600, 15), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strides", [(600, 15), (2, 2)])
 def test_exit_during_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path, server, strides):
     """os._exit there: the old checkpoint or the new one, and the next saver goes on."""
     for step in (0, 0, 300, 0):  # counted where a saver deletes an old one and what is unfinished
@@ -128,6 +130,7 @@ def small_disk(tmp_path):
     return folder
 
 
+@few(1)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_full_disk_raises_and_keeps_the_old_checkpoint(tmp_path, in_background, capfd):
     """The old checkpoint stays, the error says why, and with space again it goes on."""

@@ -69,6 +69,7 @@ def test_programs_do_not_grow_with_the_number_of_leaves(few_in_a_program, tmp_pa
     assert many <= few  # those for 64 leaves that are not shared with 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "remainder16", "8 bits"])
 @often(lambda policy: policy == "8 bits")
 def test_programs_of_few_leaves_give_the_same_bits(policy, few_in_a_program, tmp_path):

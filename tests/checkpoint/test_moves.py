@@ -11,7 +11,7 @@ import jdistadam as jda
 from jdistadam.training.admission import check_params_follow
 from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 BF16 = jnp.bfloat16
 DEVICES = jax.devices("cpu")
@@ -45,6 +45,7 @@ LAYERS = dict(sharding_strategy="optim_grads_params")
 ONCE = LAYERS | dict(reshard_after_forward=False)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("dtype", "source", "target", "sent", "sent_then"),
     [
@@ -112,6 +113,7 @@ def test_schedules_and_empty_leaves_move_between_optimizers(tmp_path, options, d
     assert_trees_same_bits(*map(jax.tree.leaves, (back, first)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["float32", "block8"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @often(lambda kind, moments: (kind, moments) == (AxisType.Explicit, "block8"))

@@ -224,6 +224,7 @@ def test_injected_states_pass_the_audit_and_convert_to_optax_and_back(cpu_mesh, 
     assert moved.opt_state.hyperparams.keys() == state.opt_state.hyperparams.keys()
 
 
+@pytest.mark.slow
 def test_metrics_report_the_learning_rate_of_every_optimizer(cpu_mesh):
     """Of the step that was taken: a number, a schedule, beside groups and in a chain."""
     mesh, loss = cpu_mesh(2), lambda params, x: jnp.sum(params["w"] * jnp.mean(x))

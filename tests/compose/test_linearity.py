@@ -8,6 +8,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.compose import linearity
 from support.exact_sums import make_tx, random_params
+from support.samples import few
 
 schedule = optax.linear_schedule(1.0, 0.5, 10)
 
@@ -50,6 +51,7 @@ def test_linear_transformations_are_found(name):
     assert linearity.why_not_linear(LINEAR[name], linearity.example_params()) is None
 
 
+@few(9)
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_nonlinear_transformations_raise_before_a_distributed_optimizer(cpu_mesh, name):
     """When the chain is made, and where the tree must be known first, when the state is made."""

@@ -8,6 +8,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.samples import few
 from support.ulp import assert_step_close
 
 ADAM = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-9)
@@ -65,6 +66,7 @@ CASES = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("take", [by_step, by_update])
 def test_joined_parts_have_the_bits_of_fused_adamw(take, case):
@@ -91,6 +93,7 @@ FACTORS = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("decays", [True, False])
 @pytest.mark.parametrize("case", FACTORS)
 def test_factors_of_optax_join_with_its_state(case, decays):

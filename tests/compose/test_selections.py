@@ -8,6 +8,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.samples import few
 
 ADAM = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-9)
 HYPER = ADAM | dict(weight_decay=0.13)
@@ -79,6 +80,7 @@ def in_groups(config):
     return jda.fused_adamw(0.02, **HYPER, **CONFIGS[config][0], param_labels=LABELS, groups=groups)
 
 
+@few(1)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("take", [by_step, by_update])
 def test_a_partition_has_the_bits_of_groups_and_the_state_of_optax(take, config):
@@ -106,6 +108,7 @@ def test_main_parameters_of_a_partition_are_found():
     assert_trees_same_bits(main["w"].astype(jnp.bfloat16), params["w"])
 
 
+@few(1)
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_clip_and_a_schedule_around_a_partition(prefix):
     """kauldron's shape: the parts of each label, and what all labels share, in one chain."""
@@ -203,6 +206,7 @@ WRAPPERS = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_of_a_partition(wrapper):
     tx = WRAPPERS[wrapper](two("float32"))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.samples import few
 from support.trees import HYPER, random_tree
 
 MADE = {
@@ -80,6 +81,7 @@ def mean_with(acc, grads, n):
     return jax.tree.map(lambda a, g: a + (g - a) / (n + 1), acc, grads)
 
 
+@few(1)
 @pytest.mark.parametrize("case", MADE)
 def test_a_step_on_accumulated_gradients_and_nothing_in_between(case):
     """Four steps: by hand, the optimizer's own step on the mean of three, or two, gradients."""
@@ -107,6 +109,7 @@ def test_a_step_on_accumulated_gradients_and_nothing_in_between(case):
         assert all(not x.any() for x in jax.tree.leaves(state.acc_grads))
 
 
+@few(1)
 @pytest.mark.parametrize("mean", [True, False])
 def test_every_call_equals_update_of_optax(mean):
     """With float32 leaves, a varying k and calls that are rejected: the same parameters, state."""
@@ -145,6 +148,7 @@ def test_every_call_equals_update_of_optax(mean):
     assert 0 < rejected < 12 and int(state.gradient_step) >= 3
 
 
+@few(1)
 @pytest.mark.parametrize("case", MADE)
 def test_steps_with_non_finite_gradients_are_skipped_until_there_are_too_many(case):
     rng = np.random.default_rng(2)
@@ -243,6 +247,7 @@ def test_a_sharded_state_stays_where_it_is(cpu_mesh):
     assert_trees_same_bits((params, state), want)
 
 
+@few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_sums_are_sharded_like_params_from_the_start(init, axis_type):
@@ -407,6 +412,7 @@ def test_states_of_other_optimizers_raise():
             tx.step(params, inner.init(params), params)
 
 
+@few(1)
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("main", [None, jnp.float32, "remainder16"], ids=str)
 def test_members_decide_for_themselves(main, jitted):

@@ -7,12 +7,14 @@ import pytest
 import jdistadam as jda
 from jdistadam.distributed import config
 from support.optimizers import distributed_adamw
+from support.samples import few
 
 
 def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
 
 
+@few(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_a_layout_is_made_once(cpu_mesh, monkeypatch, strategy):
     made = []

@@ -10,11 +10,12 @@ from support.bits import assert_same_trees
 from support.exact_sums import linear_loss
 from support.given_gradients import SHAPES, make_tx, random_params
 from support.placements import PLACEMENTS
-from support.samples import often
+from support.samples import few, often
 
 KINDS = [name for name in PLACEMENTS if name.endswith("optim_grads_params")]
 
 
+@few(1)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("placement", KINDS)

@@ -9,7 +9,7 @@ from jdistadam.distributed import calls, schedule
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, first_state, make_tx, run
 from support.h200 import compile_step
-from support.samples import often
+from support.samples import few, often
 
 CASES = {
     "ZeRO-1": ("flat-optim", "8 bits", dict(norms="leaves")),
@@ -19,6 +19,7 @@ CASES = {
 }  # fmt: skip
 
 
+@few(1)
 @pytest.mark.parametrize("case", CASES)
 @often(lambda case: case in ("ZeRO-1", "replicas"))
 def test_bits_do_not_depend_on_the_number_of_calls(case, monkeypatch):
@@ -41,6 +42,7 @@ def test_bits_do_not_depend_on_the_number_of_calls(case, monkeypatch):
     assert_trees_same_bits(*found)
 
 
+@few(1)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gathers_run_beside_updates_on_h200s(h200s, clip, monkeypatch):
     """And nothing is copied for that."""
@@ -61,6 +63,7 @@ def test_gathers_run_beside_updates_on_h200s(h200s, clip, monkeypatch):
     assert order.count("K") == 7 and order.count("[K]") == 5, order
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("place", "count"), [("one device", 1), ("flat-no_shard", 1), ("flat-optim", 5)]
 )

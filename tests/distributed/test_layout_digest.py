@@ -34,7 +34,7 @@ from support.lookalike import (
     make_tx,
     other_params,
 )
-from support.samples import often
+from support.samples import few, often
 
 
 def text_for(tx, params):
@@ -230,6 +230,7 @@ def test_a_state_that_a_step_returned_is_not_read_again(monkeypatch):
     assert len(read) == 2
 
 
+@few(1)
 @pytest.mark.parametrize("how", ["replace", "in place", "dataclasses"])
 def test_params_of_other_paths_are_another_layout(how):
     """The same arrays in the same order, of a state that a step returned."""
@@ -259,6 +260,7 @@ CASES = [
 ]
 
 
+@few(1)
 @pytest.mark.parametrize(("policy", "strategy"), CASES)
 @pytest.mark.parametrize("check_vma", [True, False])
 @often(
@@ -272,6 +274,7 @@ def test_step_in_a_program_returns_nan_for_another_layout(policy, strategy, chec
     assert_says_nan(make_tx().config.mesh, policy, strategy, check_vma)
 
 
+@few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "kwargs",

@@ -19,7 +19,7 @@ from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes
 from support.h200 import compile_step
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 SHAPES = {
     "rows": (256, 96),
@@ -190,6 +190,7 @@ def test_a_coded_leaf_whose_param_is_rounded_must_be_whole():
         tx.init({"w": jnp.zeros((96, 96), jnp.bfloat16)})
 
 
+@pytest.mark.slow
 def test_custom_training_loop_is_train_step(cpu_mesh):
     """``tx.step`` in a shard_map, with its type checker, and with a state that is not verified."""
     tx = make_tx((4,), "remainders")
@@ -412,6 +413,7 @@ def test_another_seed_draws_other_bits():
     assert 0 < np.mean(a != b) < 0.9
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["8 bits at random", "remainders", "main", "16 bits at random"])
 @often(lambda kind: kind in ("remainders", "16 bits at random"))
 def test_state_is_updated_in_place_on_gpus(h200s, kind):

@@ -9,6 +9,7 @@ import jdistadam as jda
 from support import exact_steps
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
+from support.samples import few
 
 GUARD = jda.NormGuard(max_ratio=3.0, window=4, warmup_steps=3)
 # Norms of whole numbers are all about as large: of 12 steps one is a spike that comes too early,
@@ -75,6 +76,7 @@ def on_one_device():
     return everything(state, tx)
 
 
+@few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_guard_follows_float64_and_keeps_the_bits_of_applied_steps(place, on_one_device):
     tx = make_tx(place, loss_scale=None if "optim_grads_params" in place else 1.0)
@@ -127,6 +129,7 @@ def test_guard_works_with_chains_injection_and_clipping():
     assert all(1 < norm < 600 for i, norm in enumerate(norms) if i != 2)
 
 
+@pytest.mark.slow
 def test_guard_survives_a_restart_on_another_mesh(tmp_path):
     """Bit for bit with the average, and after more steps what never stopped has."""
     both = dict(ema_decay=0.8)

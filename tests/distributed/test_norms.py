@@ -13,7 +13,7 @@ from support.bits import assert_trees_same_bits
 from support.exact_steps import PLACES, batches, everything, first_state, run
 from support.exact_sums import HYPER, SHAPES
 from support.model_axes import mesh_of
-from support.samples import often
+from support.samples import few, often
 
 KINDS = ("grad", "param", "update")
 BAD = {4: np.nan, 7: np.nan}  # skipped
@@ -79,6 +79,7 @@ def without_norms():
     return everything(state, tx)
 
 
+@few(1)
 @pytest.mark.parametrize("place", PLACES)
 @often(lambda place: place != "hybrid-optim")
 def test_norms_follow_float64_and_change_no_bit_of_the_step(place, without_norms):
@@ -124,6 +125,7 @@ def test_norms_over_a_model_axis_count_every_element_once(strategy):
     assert jda.audit(step, state, batch).passed
 
 
+@few(1)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_norms_work_in_custom_training_loops(check_vma, cpu_mesh):
     """Behind a chain with numbers in the state, on accumulated gradients."""

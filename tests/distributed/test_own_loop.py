@@ -18,7 +18,7 @@ from support.exact_sums import (
     without_empty,
 )
 from support.own_loop import jit_over_mesh, make_own_step, own_state
-from support.samples import often
+from support.samples import few, often
 
 BF16 = jnp.bfloat16
 
@@ -86,6 +86,7 @@ def test_clipping_in_an_own_loop(cpu_mesh):
     np.testing.assert_allclose(np.sqrt((mu**2).sum()), 0.25, rtol=1e-5)
 
 
+@few(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_update_and_apply_is_step(cpu_mesh, check_vma):
     """The optax way in a custom training loop: float32 updates land exactly on the 16-bit params."""
@@ -110,6 +111,7 @@ def test_update_and_apply_is_step(cpu_mesh, check_vma):
     assert_trees_same_bits(*results)
 
 
+@few(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_weights_in_an_own_loop(cpu_mesh, check_vma):
     """Weights by hand are the weights of train_step."""

@@ -27,7 +27,14 @@ def skip_if_forbidden(said):
 
 
 def start(
-    count, folder, steps, communication="peer", strategy="optim", platform="cpu", devices=4, limit=300
+    count,
+    folder,
+    steps,
+    communication="peer",
+    strategy="optim",
+    platform="cpu",
+    devices=4,
+    limit=300,
 ):
     """Starts processes; returns them and the files with what they print."""
     port = free_port()

@@ -8,6 +8,7 @@ import pytest
 
 from support.free_port import free_port
 from support.paths import TESTS, environment
+from support.samples import few
 
 SCRIPT = TESTS / "support" / "peer_programs.py"
 NAMES = ("two_steps", "beside_a_sum", "scan", "python_loop", "donation", "nan")
@@ -26,6 +27,7 @@ def failure_of(folder, *arguments):
     return None if succeeded else done.stdout + done.stderr[-3000:] or f"exit {done.returncode}"
 
 
+@pytest.mark.slow
 def test_peer_programs_end_with_the_bits_of_xla(tmp_path):
     assert failure_of(tmp_path, "few", *NAMES[:3]) is None
 
@@ -36,6 +38,7 @@ def test_many_steps_end_with_the_bits_of_xla(tmp_path, program):
     assert failure_of(tmp_path, "many", program) is None
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("processes", "steps"),
     [(1, 20), (2, 20), *(pytest.param(n, 700, marks=pytest.mark.slow) for n in (1, 2, 4))],

@@ -17,6 +17,7 @@ import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.dtypes import dtypes
 from support.optimizers import distributed_adamw
+from support.samples import few
 
 SHAPES = {"rows": (128, 192), "columns": (3, 8192), "bias": (24,), "odd": (5,), "scalar": ()}
 SHARDED = {"rows", "columns"}
@@ -70,6 +71,7 @@ def exported(state, tx):
     return jda.full_params(state, tx), *jda.to_optax_state(state, tx)[:2]
 
 
+@few(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_gathers_and_reduces_once_whatever_the_micro_batches(mesh):
     tx = make_tx(mesh, policy=dict(param_comm_dtype="float16", grad_reduce_dtype="float32"))
@@ -132,6 +134,7 @@ def own_step(tx, specs, micro):
     )
 
 
+@few(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_custom_training_loop_is_train_step(mesh):
     tx = make_tx(mesh)
@@ -239,6 +242,7 @@ def test_reshard_after_forward_works_with_skips_chains_and_injection():
     assert_trees_same_bits(*ends)
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_model_axes_give_the_same_bits_with_and_without_resharding(kind):
     type = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}[kind]

@@ -12,7 +12,7 @@ from jdistadam.training.planned import format_collectives
 from support.h200 import collectives
 from support.optimizers import distributed_adamw
 from support.planned import PLACEMENTS, POLICIES, STRATEGIES, as_sent, compile_row, sent
-from support.samples import often
+from support.samples import few, often
 
 ROWS = [
     ("flat", strategy, policy)
@@ -39,6 +39,7 @@ SAMPLE = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize(("placement", "strategy", "policy"), ROWS)
 @often(lambda placement, strategy, policy: (placement, strategy, policy) in SAMPLE)
 def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
@@ -48,6 +49,7 @@ def test_what_is_sent_is_what_is_planned(h200s, placement, strategy, policy):
     assert sent(text) == as_sent(planned, 8, *norm), "\n" + format_collectives(planned)
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @often(lambda strategy: strategy in ("optim", "optim_grads_params"))  # after, and in the loop
 def test_micro_batches_reduce_as_the_strategy_says(h200s, strategy):

@@ -13,6 +13,7 @@ import jdistadam as jda
 from jdistadam.distributed.shard import Shard, is_shard, leaves_of
 from support.bits import assert_same_trees
 from support.placements import FLAT, make_mesh
+from support.samples import few
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 LAYERS, WIDTH = 24, 128
@@ -139,6 +140,7 @@ def tree_map_across_layers(tx):
     return loss
 
 
+@few(1)
 @pytest.mark.parametrize(
     "of", [layer_by_layer, switched, stacked_and_scanned, unstacked_again, mapped_over_layers, tree_map_across_layers]
 )  # fmt: skip
@@ -240,6 +242,7 @@ def test_a_shard_says_how_it_is_cut_and_no_more():
     assert gathered["alone"]["w"].shape == gathered_layer["w"].shape == (64, 256)
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_flax_models_that_gather_layers_in_the_loss_give_the_same_bits(kind):
     """A model of two dense layers, whose params the loss gathers one layer after the other."""
@@ -322,6 +325,7 @@ def test_arithmetic_on_a_shard_raises(use):
         use(shard)
 
 
+@few(1)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shards_are_the_carry_of_a_scan_over_steps(check_vma):
     params, batch, tx = products(2), make_batch(2), make_tx()

@@ -44,6 +44,7 @@ def batches():
     return [rng.normal(size=(16, 257)).astype(np.float32) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
     tx = make_tx(make_mesh(**TWO), sharding_strategy="optim_grads", layers=layers_of)
     tx = jda.chain(optax.centralize(), tx)  # subtracts a mean over what may be cut
@@ -223,6 +224,7 @@ def test_whole_layers_are_never_gathered_in_a_scan(h200s, strategy):
     assert {c.elements for c in up} == {LAYERS * 256 * 1024}
 
 
+@pytest.mark.slow
 def test_gathering_once_costs_memory_and_is_found(h200s):
     """Without remat_policy, all gathered layers wait for the backward pass."""
     audits = [

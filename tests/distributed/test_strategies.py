@@ -11,7 +11,7 @@ from support.exact_sums import linear_loss
 from support.given_gradients import SHAPES, make_tx, own_step, random_params
 from support.placements import FIRST, FLAT, PLACEMENTS, SECOND, SQUARE
 from support.reduced import reduced
-from support.samples import often
+from support.samples import few, often
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -41,6 +41,7 @@ def test_accumulate_gives_the_same_bits_under_every_strategy(placement, check_vm
     assert_same_trees(got, want, placement)
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("comm", "summed", "bound"),
     [("bfloat16", "float32", 1.7e-3), ("float32", "float32", 1e-7), ("float32", None, 1e-7)],
@@ -56,6 +57,7 @@ def test_error_of_the_mean_is_bounded(mesh, comm, summed, bound):
     assert np.linalg.norm(got - exact) / np.linalg.norm(exact) <= bound
 
 
+@few(4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @often(lambda placement: placement in FIRST + SECOND)
 def test_devices_hold_the_shares_of_the_strategy(placement):

@@ -10,6 +10,7 @@ import pytest
 import jdistadam as jda
 from support.h200 import placed
 from support.placements import FLAT, make_mesh
+from support.samples import few
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 BLOCKS, WIDTH = 4, 64
@@ -116,6 +117,7 @@ def audited(h200s, micro=1, blocks=8, width=1024, **kwargs):
     return jda.audit(jda.train_step(residual(tx), tx, accumulate_steps=micro), state, batch)
 
 
+@few(1)
 @pytest.mark.parametrize("micro", [1, 2])
 def test_blocks_are_gathered_as_planned(h200s, micro):
     """In the forward pass and again in the backward one, in every micro-batch."""
@@ -125,6 +127,7 @@ def test_blocks_are_gathered_as_planned(h200s, micro):
     assert gathers.found >= 2 * micro * 8 * 8 * 1024 * 1024
 
 
+@pytest.mark.slow
 def test_memory_holds_at_most_three_whole_blocks(h200s):
     """Beside the shards of gradients, in bfloat16: gathering first keeps the weights of all."""
     found = {

@@ -15,7 +15,7 @@ from support.dtypes import dtypes
 from support.h200 import placed
 from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
-from support.samples import often
+from support.samples import few, often
 from support.scanned import (
     layers_of,
     loss_of,
@@ -140,6 +140,7 @@ def test_loss_sees_only_sharded_stacked_leaves_widened(policy):
     jax.eval_shape(step, state, *make_batches(1))
 
 
+@few(1)
 @pytest.mark.parametrize("communication", ["xla", "peer"])
 def test_widened_shards_cost_at_most_one_float32_copy(h200s, monkeypatch, communication):
     """Compiled for eight H200s: 4 bytes for each element of a shard, and 2 for its wider gradient.

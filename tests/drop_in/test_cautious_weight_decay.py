@@ -8,6 +8,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.samples import few
 
 HYPER = dict(learning_rate=3e-2, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.7)
 CAUTIOUS = HYPER | dict(cautious_weight_decay=True)
@@ -44,6 +45,7 @@ def test_ten_steps_are_those_of_the_formula():
         np.testing.assert_allclose(new[name], want, rtol=0, atol=20 * np.spacing(np.float32(4)))
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_many_devices_and_update_have_the_bits_of_one(cpu_mesh, dtype):
     """Gradients add up exactly, so that only the formula can differ."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.convolutions import SHAPES, loss
 from support.h200 import captured, collectives, placed
+from support.samples import few
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
@@ -39,6 +40,7 @@ def test_drop_in_gathers_nothing(h200s, spec):
     assert compiled.memory_analysis().alias_size_in_bytes == 3 * 4 * (1024 * 1024 // 8 + 64 * 8) + 4
 
 
+@few(3)
 @pytest.mark.parametrize("kept", ["float32", "remainder16", "codes"])
 @pytest.mark.parametrize("old", ["carried", "constant", "sliced"])
 def test_a_loop_that_stacks_new_parameters_updates_in_place(h200s, old, kept):
@@ -146,6 +148,7 @@ def test_integers_are_truncated_apart_from_their_updates(h200s):
     assert ["add", "convert", "convert", "parameter", "parameter"] in map(sorted, computations)
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("main", "stored"),
     [

@@ -14,7 +14,7 @@ import jdistadam as jda
 from jdistadam.errors import PolicyError
 from jdistadam.tools import hlo
 from support.bits import assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 
 # Far from the points where Adam has no derivative; decay of zero, where it has one.
 NUMBERS = dict(learning_rate=0.05, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, weight_decay=0.0)
@@ -115,6 +115,7 @@ def directional(function):
     return derivative
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("jitted", "scanned"), [(True, True), (True, False), (False, False)],
     ids=["jitted scan", "jitted, unrolled", "eager, unrolled"],
@@ -331,6 +332,7 @@ square = lambda p: p * p  # noqa: E731
 nothing = lambda p: 0 * p  # noqa: E731
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_derivatives_after_a_skipped_step_are_those_of_optax(dtype):
     """A skipped step has second moments of zero, and zero times infinity became NaN."""
@@ -346,6 +348,7 @@ def test_derivatives_after_a_skipped_step_are_those_of_optax(dtype):
             np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_derivatives_through_calls_that_only_accumulate(dtype):
     """Against optax.adamw in float64 of the means; optax's MultiSteps has NaN, as we had."""

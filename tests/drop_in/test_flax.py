@@ -92,6 +92,7 @@ def test_restore_returns_the_tree_of_nnx(options, tmp_path):
     assert_trees_same_bits(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, BOTH | dict(main_params_dtype="remainder16")], ids=["floats", "codes"]
 )

@@ -10,6 +10,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.samples import few
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 HYPER = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
@@ -50,6 +51,7 @@ def make(dtypes, **kwargs):
     return jda.fused_adamw(RATE, mask=decays, **HYPER, **groups, **dtypes, **kwargs)
 
 
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_give_the_bits_of_a_mesh_of_one_device(kind, cpu_mesh):
     """Ten steps; one of the leaves before all others is frozen, so that leaves keep their numbers."""
@@ -81,6 +83,7 @@ def state_of(state):
     return next(x for x in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(x))
 
 
+@few(1)
 @pytest.mark.parametrize("method", ["step", "update"])
 def test_each_group_is_an_optimizer_of_its_own(method):
     """Also a leaf of integers, which optax steps."""
@@ -102,6 +105,7 @@ def test_each_group_is_an_optimizer_of_its_own(method):
     assert isinstance(state[0].mu["cold"], optax.MaskedNode)
 
 
+@pytest.mark.slow
 def test_frozen_leaves_have_no_state_and_the_rest_goes_round(tmp_path):
     """A checkpoint, a chain, hyperparameters as state, members, a derivative, main parameters."""
     dtype, dtypes = KINDS["block8"]

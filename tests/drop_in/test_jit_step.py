@@ -13,6 +13,7 @@ import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.h200 import placed
 from support.optimizers import distributed_adamw
+from support.samples import few
 
 KINDS = {
     "float32": (jnp.float32, None),
@@ -36,6 +37,7 @@ def copies(lowered):
     return [dims for dims in found if dims]
 
 
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_jit_step_copies_nothing(h200s, kind):
     """Whereas jax.jit(tx.step, donate_argnums=(1, 2)) copies every leaf several times."""
@@ -52,6 +54,7 @@ def test_jit_step_copies_nothing(h200s, kind):
         assert len(copies(natural)) >= 2 * 3
 
 
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_jit_step_gives_the_bits_of_step(kind):
     tx, shapes = made(kind)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.core.codecs import BLOCK_CODECS, BlockCodes
 from support.bits import assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 
 BOTH = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=2**33 + 7)
 OPTIONS = {
@@ -121,6 +121,7 @@ def sharded_params(mesh, spec):
     return made, {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in made.items()}
 
 
+@few(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(("y", "x"))], ids=str)
 @each_option
@@ -173,6 +174,7 @@ def test_params_replicated_and_moments_sharded():
     assert state.inner[0].mu["b"].codes.sharding.shard_shape((128, 132)) == (32, 132)
 
 
+@few(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     ("shape", "spec", "message"),
@@ -197,6 +199,7 @@ ROUNDED = {  # what is rounded stochastically, beside what
 }
 
 
+@few(1)
 @pytest.mark.parametrize("stored", ROUNDED)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @often(lambda stored, kind: (stored == "mu") == (kind == AxisType.Explicit))
@@ -259,6 +262,7 @@ def test_only_large_selected_leaves_are_quantized():
         assert_trees_same_bits(state.inner[0].nu[name], want[1][0].nu[name])
 
 
+@few(1)
 @pytest.mark.parametrize(
     "option", [name for name, given in OPTIONS.items() if "main_params_dtype" not in given]
 )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.kernels import reference
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 from support.trees import ADAM, BF16, F16, F32, HYPER, random_tree
 
 
@@ -160,6 +160,7 @@ def test_state_and_main_params_must_fit():
         tx.step(params, state._replace(main_params={"v": jnp.ones(3)}), params)
 
 
+@few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_main_params_are_not_gathered(axis_type):
     mesh = jax.make_mesh((4, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices("cpu")[:8])
@@ -265,6 +266,7 @@ def test_main_params_that_float16_rounds_up_to_a_normal_number_are_no_change(way
     assert jnp.isfinite(params["w"]).all()
 
 
+@few(1)
 @pytest.mark.parametrize("under_vmap", [False, True])
 def test_updates_that_were_changed_give_nan(under_vmap):
     """Main parameters would go on from where the params are not."""

@@ -8,7 +8,7 @@ import pytest
 
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 from support.trees import BF16, F32, HYPER
 
 
@@ -37,6 +37,7 @@ def test_without_bias_correction_for_leaves_that_optax_steps():
     np.testing.assert_allclose(updates["z"], want, rtol=1e-6)
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["complex64", "float64", "complex128"])
 @often(lambda dtype: dtype != "complex128")
 def test_other_numbers_are_left_to_optax(dtype):
@@ -122,6 +123,7 @@ def whole_numbers(rng, dtype, size=4096):
     return jnp.asarray(rng.integers(low, 10, size).astype(dtype))
 
 
+@few(1)
 @pytest.mark.parametrize("grad_dtype", [None, F32, BF16], ids=["integers", "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(

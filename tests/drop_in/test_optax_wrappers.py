@@ -9,7 +9,7 @@ from optax import contrib
 
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 from support.trees import BF16, F32, HYPER, random_tree
 
 FROZEN = {"w": False, "b": True, "one": False, "scalar": True, "empty": False}
@@ -91,6 +91,7 @@ def assert_close(got, want, *, reads_params):
 ALWAYS = ("apply_if_finite", "partition", "lookahead", "schedule_free", "mechanize")
 
 
+@few(1)
 @pytest.mark.parametrize("name", WRAPPERS)
 @often(lambda name: name in ALWAYS)
 def test_each_wrapper_makes_of_ours_what_it_makes_of_optax(name):
@@ -127,6 +128,7 @@ def of_trained(name, tree):
     return {key: x for key, x in tree.items() if TRAINED[key]}
 
 
+@few(1)
 @often(
     lambda name, kind: (
         (name, kind)
@@ -262,6 +264,7 @@ def test_leaves_that_are_trained_get_the_bits_of_an_optimizer_of_their_own(name)
         params, trained = optax.apply_updates(params, updates), optax.apply_updates(trained, want)
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["flatten", "conditionally_mask", "schedule_free", "lookahead", "reduce_on_plateau"])  # fmt: skip
 def test_what_a_wrapper_takes_from_the_optimizer_is_its_update_in_bits(name):
     """Of each the part that it does not compute with other numbers."""

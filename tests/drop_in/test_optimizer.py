@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from jdistadam.drop_in.step import tree_step
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 from support.ulp import assert_step_close
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-12, weight_decay=0.13)
@@ -36,6 +36,7 @@ def random_tree(rng, scale=1.0):
     }
 
 
+@few(1)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("grad_scale", [1e-6, 1.0, 1e3])
 @often(lambda grad_scale, nesterov: nesterov == (grad_scale == 1.0))
@@ -167,6 +168,7 @@ def test_eager_jit_and_scan_give_the_same_bits():
             assert np.array_equal(a, b)
 
 
+@few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("method", ["step", "update"])
 @often(lambda axis_type, method: (axis_type == AxisType.Auto) == (method == "step"))
@@ -261,6 +263,7 @@ def test_composes_in_optax_chain():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore:mu_dtype. a first moment in float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_16_bit_params_and_mixed_trees(dtype):
@@ -313,6 +316,7 @@ def parts_of_a_module():
     return whole, trained, jax.tree.map(lambda x: 0.3 * x, trained)
 
 
+@few(1)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, dict(mask=lambda tree: jax.tree.map(lambda x: x.size > 2, tree))],

@@ -12,7 +12,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.compilations import num_compilations
-from support.samples import often
+from support.samples import few, often
 
 RATE, DECAY = optax.linear_schedule(0.5, 0.0, 100), optax.linear_schedule(0.3, 0.1, 50)
 MASK = {"w": True, "b": False}
@@ -113,6 +113,7 @@ def trained(tx, variable, method):
     return jnp.stack(found)
 
 
+@few(1)
 @pytest.mark.parametrize("method", ["step", "update"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("maker", MAKERS)
@@ -146,6 +147,7 @@ def by_division(count):
     return (count + 1) / 7.0 / 30.0
 
 
+@few(1)
 @pytest.mark.parametrize("schedule", [by_division, RATE, optax.cosine_decay_schedule(0.1, 9)])
 def test_schedules_have_the_same_bits_outside_of_jit(schedule):
     """One operation at a time has others: a compiler multiplies by the inverse of a constant."""
@@ -191,6 +193,7 @@ def test_a_whole_number_is_a_rate():
     assert_same_bits(*updates)
 
 
+@few(1)
 @pytest.mark.parametrize("transform", [jax.vmap, jax.grad, lambda f: jax.vmap(jax.grad(f))])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_schedule_may_read_what_is_differentiated_or_batched(transform, jitted):

@@ -15,6 +15,7 @@ import jdistadam as jda
 from jdistadam.drop_in import step as drop_in_step
 from support.bits import assert_trees_same_bits
 from support.h200 import by_op
+from support.samples import few
 
 HYPER = dict(learning_rate=0.02, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 
@@ -73,6 +74,7 @@ def test_shardings_of_parameters_stay():
     }  # fmt: skip
 
 
+@few(1)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_sharded_state_has_the_bits_of_one_device_and_stays_where_it_is(dtype, explicit):
@@ -95,6 +97,7 @@ def test_sharded_state_has_the_bits_of_one_device_and_stays_where_it_is(dtype, e
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
 
 
+@few(1)
 @pytest.mark.parametrize("which", ["params", "state", "both"])
 def test_arrays_cut_unequally_within_a_program_have_the_same_bits(which):
     """A constraint may cut 5 rows over 8 devices; XLA's partitioner ended with an internal error."""

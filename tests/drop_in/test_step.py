@@ -15,11 +15,12 @@ from jdistadam.core.hyperparameters import Hyperparameters
 from jdistadam.drop_in.step import tree_step
 from jdistadam.kernels import reference
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 from support.trees import ADAM, BF16, F32, HYPER, random_tree
 from support.ulp import assert_step_close
 
 
+@few(1)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("l2", [0.0, 0.07])
 @often(lambda nesterov, l2: nesterov == (l2 > 0))
@@ -141,6 +142,7 @@ LOW_PRECISION = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("kept", LOW_PRECISION)
 @pytest.mark.parametrize("old", ["carried", "constant", "sliced"])
 @often(lambda old, kept: (old == "carried") == (kept == "remainder16"))
@@ -253,6 +255,7 @@ def test_updates_beside_new_params(dtype):
         assert_trees_same_bits(optax.apply_updates(params, updates), new)
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["complex64", "complex128", "float64", "int32", "uint8"])
 def test_updates_of_other_dtypes_lose_nothing(dtype):
     """Differences of numbers that were rounded to float32 were real, or zero."""
@@ -274,6 +277,7 @@ def test_updates_of_other_dtypes_lose_nothing(dtype):
         assert updates["w"].dtype == (dtype if is_wide else jnp.float32)
 
 
+@few(1)
 @pytest.mark.parametrize("main", [None, F32], ids=str)
 def test_shards_and_replicated_leaves_in_one_shard_map(cpu_mesh, main):
     """All leaves of a call became shards, which out_specs of the replicated ones refused."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
+from support.samples import few
 
 HYPER = dict(learning_rate=0.05, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
 CODES = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=1)
@@ -48,6 +49,7 @@ def norm(leaves):
     return np.sqrt(sum(np.square(x).sum() for x in leaves))
 
 
+@few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_norms_equal_those_of_float64_and_the_step_its_own_bits(case):
     """Derivation of the bound: 2^-24 for each rounding of a square, of which one passes through at
@@ -79,6 +81,7 @@ def test_norms_equal_those_of_float64_and_the_step_its_own_bits(case):
         np.testing.assert_allclose(norms["update_norm"], updates, rtol=bound, atol=2 * rounding)
 
 
+@few(1)
 @pytest.mark.parametrize("explicit", [False, True, "under set_mesh"])
 @pytest.mark.parametrize("case", ["float32", "main parameters", "codes"])
 @pytest.mark.parametrize("spec", ["replicated", "sharded", "two axes"])

@@ -16,7 +16,7 @@ from jdistadam.kernels import native, partition
 from jdistadam.tools import hlo
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.fast_compilation import AS_FOR_USERS
-from support.samples import often
+from support.samples import few, often
 
 # One power of many numbers and many powers of one are otherwise rounded in different ways.
 jit = functools.partial(jax.jit, compiler_options=AS_FOR_USERS)
@@ -63,6 +63,7 @@ def compiled_with_calls(function, *args):
     return compiled, compiled.as_text().count('custom_call_target="jdistadam_adam"')
 
 
+@few(1)
 @MAINS
 @METHODS
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
@@ -112,6 +113,7 @@ def test_members_that_share_their_numbers_and_the_count():
         assert_trees_same_bits(member(got, i), want)
 
 
+@few(1)
 @pytest.mark.parametrize("batched", ["grads", "state", "params", "numbers", "count"])
 def test_any_operand_alone_may_differ_between_members(batched):
     """The others are the same for all; the result has members nonetheless."""
@@ -137,6 +139,7 @@ def test_any_operand_alone_may_differ_between_members(batched):
         assert_trees_same_bits(member(got, i), jit(function)(*own.values()))
 
 
+@pytest.mark.slow
 def test_members_may_be_in_any_dimension():
     args = (random_numbers(), *(random_tree(seed) for seed in range(3)))
     last = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), args)
@@ -146,6 +149,7 @@ def test_members_may_be_in_any_dimension():
     assert_trees_same_bits(jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), got), want)
 
 
+@few(1)
 @pytest.mark.parametrize("inner", ["numbers", "leaves", "both"])
 @pytest.mark.parametrize("outer", ["numbers", "leaves", "both"])
 @often(lambda inner, outer: (inner, outer) in {("both", "both"), ("numbers", "leaves")})
@@ -285,6 +289,7 @@ def step_with(learning_rate, grads, state, params):
     return jda.fused_adamw(learning_rate, **HYPER).step(grads, state, params)
 
 
+@few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("place", PLACES)
 @often(

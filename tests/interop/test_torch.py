@@ -14,7 +14,7 @@ import jdistadam as jda
 from jdistadam import interop
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 GOLDEN = pathlib.Path(__file__).parent / "golden.safetensors"
 BF16 = jnp.bfloat16
@@ -106,6 +106,7 @@ def test_imported_arrays_equal_those_of_torch(golden):
     assert_is_golden(golden, params, opt_state[0])
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_imported_sharded_arrays_equal_those_of_torch(golden, strategy):
     tx = distributed(sharding_strategy=strategy)
@@ -290,6 +291,7 @@ DISTRIBUTED = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("into", DISTRIBUTED)
 @often(lambda into: into != "optim")
 def test_into_a_train_state_and_back_is_the_same_file(golden, into):

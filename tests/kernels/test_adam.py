@@ -26,7 +26,7 @@ from support.operands import (
     random_rows,
     scalars,
 )
-from support.samples import often
+from support.samples import few, often
 
 adam = jax.jit(kernel.adam, static_argnums=0)
 fallback = jax.jit(functools.partial(adam_reference, xp=jnp), static_argnums=0)
@@ -69,6 +69,7 @@ MODES = ["step", "step_and_cast", "update"]
 FLAGS = [(), ("nesterov",), ("cautious_weight_decay",), ("nesterov", "cautious_weight_decay")]
 
 
+@few(5)
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, DTYPES)), ids=str)
@@ -107,6 +108,7 @@ def split_operands(rng, sizes, dtypes, **kwargs):
     return operands._replace(params=high, out=low)
 
 
+@few(1)
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES, (F32, BF16))), ids=str)
 def test_split_parameters_equal_the_reference_bitwise(platform, dtypes):
     operands = split_operands(np.random.default_rng(7), SIZES, dtypes)
@@ -420,6 +422,7 @@ GOOD_ATTRIBUTES = dict(
 )  # fmt: skip
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -25,6 +25,7 @@ from jdistadam.kernels import copies, native
 from jdistadam.tools import hlo
 from jdistadam.training.overlap import with_overlap
 from support.bits import assert_trees_same_bits
+from support.samples import few
 
 native.status("cpu")  # registers the handlers
 
@@ -176,6 +177,7 @@ def short_wait():
     waits.set_wait_limit(300)
 
 
+@few(1)
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda f: f.__name__)
 def test_all_devices_name_the_one_that_failed_and_good_executions_follow(mesh, planted, short_wait):
     step = on_each(lambda x: gathered(mesh)(exchanged(mesh)(x).reshape(-1, x.shape[1])), mesh)
@@ -308,6 +310,7 @@ TRANSFORMED = {
 PIPELINED = {"scan": Counts(2, 2), "scan of checkpoint": Counts(5, 3)}
 
 
+@few(2)
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transformations_keep_values_and_starts(mesh, name, overlaps):
@@ -397,6 +400,7 @@ def test_a_forked_process_is_refused(platform, number):
     assert platform == "gpu" or ("refused:" in out and "forked" in out), out
 
 
+@pytest.mark.slow
 @PLATFORMS
 def test_a_process_ends_in_the_middle_of_copies(platform, number):
     """Nobody waits for the results; the last device of the second program never comes."""

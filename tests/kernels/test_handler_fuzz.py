@@ -11,13 +11,11 @@ from support.paths import TESTS
 SCRIPT = TESTS / "support" / "fuzz_handler.py"
 
 
-@pytest.mark.parametrize(
-    ("calls", "least"), [(60, 0), pytest.param(400, 20, marks=pytest.mark.slow)]
-)
-def test_any_call_succeeds_or_raises(tmp_path, calls, least):
+@pytest.mark.slow
+def test_any_call_succeeds_or_raises(tmp_path):
     """Wrong counts, dtypes, dimensions, sizes, offsets, attributes, missing ones, broken aliases."""
     done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), str(calls), str(least)], capture_output=True, text=True, timeout=600, cwd=tmp_path,
+        [sys.executable, "-P", str(SCRIPT), "400", "20"], capture_output=True, text=True, timeout=600, cwd=tmp_path,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, (

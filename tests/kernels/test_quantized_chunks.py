@@ -16,6 +16,7 @@ from jdistadam.kernels.reference import LeafPartition
 from support.bits import assert_trees_same_bits
 from support.operands import BF16, F32, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
+from support.samples import few
 
 VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
     "bf16": ("step", True, BF16, BF16, BLOCK8),
@@ -119,6 +120,7 @@ def chunk_rows(**others):
     return rows
 
 
+@few(10)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("inv_scale", [1.0, 0.37])
 def test_chunks_equal_the_reference_bitwise(platform, name, inv_scale):

@@ -18,7 +18,7 @@ import jdistadam as jda
 from jdistadam.tools import hlo
 from support.bits import assert_same_bits
 from support.h200 import SIZES
-from support.samples import often
+from support.samples import few, often
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, weight_decay=0.13)
 SPECS = {"none": P(), "rows": P("data"), "columns": P(None, "data"), "model": P("model")}
@@ -103,6 +103,7 @@ def setup(axis_type, main, names=PAIRS, mesh=None):
     return tx, here, there
 
 
+@few(1)
 @AXIS_TYPES
 @pytest.mark.parametrize("main", MAINS, ids=str)
 @pytest.mark.parametrize("method", ["step", "update"])
@@ -320,6 +321,7 @@ CUT_OTHERWISE = {("rows", "model"), ("model", "rows")}
 SAMPLE = {ZERO1, ("rows", "rows", "columns"), ("model", "columns", "rows"), ("rows", "model", "none")}  # fmt: skip
 
 
+@few(1)
 @pytest.mark.parametrize("method", ["step", "update"])
 @pytest.mark.parametrize(
     "names",
@@ -379,6 +381,7 @@ def loss(params, x):
     return jnp.mean(jnp.square(x))
 
 
+@few(1)
 @pytest.mark.parametrize("accumulated", [False, True])
 @pytest.mark.parametrize(
     "params_at", ["none", "rows", pytest.param("columns", marks=pytest.mark.slow)]
@@ -415,6 +418,7 @@ def test_gradients_of_the_same_program_are_reduced_to_where_moments_lie(
         assert carried.count(shard[params_at]) >= 2 and carried.count(f"[{WIDTH},{WIDTH}]") <= 3
 
 
+@few(3)
 @pytest.mark.parametrize("main", MAINS, ids=str)
 @AXIS_TYPES
 def test_a_state_made_in_the_program_lies_where_params_do(axis_type, main):

@@ -15,6 +15,7 @@ from jdistadam.kernels.reference_step import squares_reference
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.quantized import plain_array, rounded
+from support.samples import few
 
 SIZES = (1, 3, 127, 128, 129, 511, 1025, 131_072 + 77)  # around lanes, runs, tiles; over 1024 runs
 FLAGS = frozenset({"nesterov", "cautious_weight_decay"})
@@ -61,6 +62,7 @@ CASES = {
 }
 
 
+@few(9)
 @pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
 @pytest.mark.parametrize("values", ["special", "plain"])
 @pytest.mark.parametrize("case", CASES)
@@ -107,9 +109,8 @@ def test_sums_of_misaligned_flat_arrays_equal_the_reference_bitwise(platform, ga
     assert_same_bits(sums, squares_reference(spec, given, operands, request, xp=np))
 
 
-@pytest.mark.parametrize(
-    "found_inf", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stepped", "skipped"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("found_inf", [False, True], ids=["stepped", "skipped"])
 def test_fallback_sums_are_close(monkeypatch, found_inf):
     monkeypatch.setattr(native, "choose", lambda compiled, fallback: fallback)
     operands = operands_of(np.random.default_rng(6), *CASES["remainder16"], array=plain_array)

@@ -16,7 +16,7 @@ from jdistadam.training import train_state
 from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
 from support.own_loop import make_own_step
-from support.samples import often
+from support.samples import few, often
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.93, eps=1e-7, weight_decay=0.13)
 
@@ -60,6 +60,7 @@ def with_one_moment(state, copy):
     return dataclasses.replace(state, opt_state=opt_state)
 
 
+@few(1)
 @pytest.mark.parametrize("twice", [with_model_state, with_other_arrays_of_it, with_one_moment])
 @pytest.mark.parametrize(("n", "strategy"), [(1, "optim"), (2, "optim"), (2, "optim_grads_params")])
 @often(lambda n, strategy, twice: (n == 1) == (twice is with_one_moment) and strategy == "optim")
@@ -202,6 +203,7 @@ PLACES = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @pytest.mark.parametrize("place", PLACES)

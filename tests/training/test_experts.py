@@ -18,7 +18,7 @@ from jdistadam.distributed import schedule
 from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
 from support.paths import ROOT
-from support.samples import often
+from support.samples import few, often
 
 MODEL, *WAYS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/experts.md").read_text(), re.S)
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, eps=1e-7, weight_decay=0.13)
@@ -250,6 +250,7 @@ def assert_holds(state, tx, arrays):
     assert_trees_same_bits(jax.device_get(jda.full_params(state, tx)), arrays[0])
 
 
+@few(1)
 @pytest.mark.parametrize(
     "move",
     {

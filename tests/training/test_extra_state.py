@@ -18,7 +18,7 @@ from jdistadam.core.guards import GUARDS, continued
 from support.bits import assert_trees_same_bits
 from support.lookalike import BF16, POLICIES, make_params, make_tx
 from support.paths import TESTS, environment
-from support.samples import often
+from support.samples import few, often
 
 SCRIPT = TESTS / "support" / "move_in_another_process.py"
 DYNAMIC = jda.DynamicLossScale(init_scale=64.0, growth_interval=3, hysteresis=2)
@@ -119,6 +119,7 @@ FEW = ("1 device", "hybrid", None, None, "3 devices", None, None, "optim_grads_p
 EVERY = (*VIA, "3 devices")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "via"), [("comm", FEW), *((name, EVERY) for name in SOURCES)])
 @often(lambda via: via is FEW)
 def test_state_that_moves_and_returns_trains_on_with_the_same_bits(source, via):
@@ -209,6 +210,7 @@ def trained(name):
     return tx, state, step
 
 
+@few(1)
 @pytest.mark.parametrize("there", SETTINGS)
 @pytest.mark.parametrize("here", SETTINGS)
 @often(lambda here, there: (here, there) in {("static", "dynamic"), ("dynamic", "dynamic"), ("dynamic", "none")})  # fmt: skip

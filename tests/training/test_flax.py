@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 
 HYPER = dict(b1=0.87, eps=1e-7, weight_decay=0.13)
 BF16 = jnp.bfloat16
@@ -92,6 +92,7 @@ UNFUSED = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("library", FUSED)
@@ -111,6 +112,7 @@ def test_fused_classes_step_as_the_optimizer_does(library, options, num_devices)
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@few(1)
 @pytest.mark.parametrize("library", FUSED)
 def test_fused_classes_step_as_those_of_flax(library):
     tx = make_tx({})
@@ -153,6 +155,7 @@ class Net(nnx.Module):
         return self.down(self.dropout(nnx.relu(self.norm(self.up(x))), rngs=rngs))
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_nnx_trains_over_a_mesh_as_dictionaries_do(strategy):
     """Batch statistics, keys of dropout and micro-batches; other data on each device."""
@@ -204,6 +207,7 @@ WITHOUT_STEP = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("wrap", WITHOUT_STEP)
 def test_optimizers_without_step_warn_and_update(wrap):
     """As Flax's own classes do; with MultiSteps they said that there is no attribute 'step'."""

@@ -8,6 +8,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.optimizers import distributed_adamw
+from support.samples import few
 
 LAYERS = dict(sharding_strategy="optim_grads_params")
 MESHES = {
@@ -23,6 +24,7 @@ def loss_fn(params, x):
     return sum(jnp.sum(jnp.sin(p)) for p in params.values()) * jnp.mean(x), params
 
 
+@few(1)
 @pytest.mark.parametrize("name", MESHES)
 def test_full_params_equal_those_that_the_loss_receives(name):
     """Rounded to param_comm_dtype where they are gathered; what is exported is exact."""

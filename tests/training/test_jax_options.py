@@ -7,11 +7,12 @@ import pytest
 
 import jdistadam as jda
 from support.lookalike import BATCH, loss_fn, make_params, make_tx
-from support.samples import often
+from support.samples import few, often
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @often(lambda strategy: strategy in ("optim", "optim_grads_params"))
 def test_no_tracer_leaks_from_a_step_or_an_evaluation(strategy):
@@ -23,6 +24,7 @@ def test_no_tracer_leaks_from_a_step_or_an_evaluation(strategy):
         jda.eval_step(loss_fn, tx)(state, batch)
 
 
+@few(1)
 @pytest.mark.parametrize("state_memory", ["device", "pinned_host"])
 def test_no_step_moves_arrays_between_host_and_device_unasked(state_memory):
     tx = make_tx(2, state_memory=state_memory, ema_decay=0.9)
@@ -33,6 +35,7 @@ def test_no_step_moves_arrays_between_host_and_device_unasked(state_memory):
             state, _ = jda.train_step(loss_fn, tx)(state, batch)
 
 
+@few(1)
 @pytest.mark.parametrize("communication", ["xla", "peer"])
 def test_no_step_uses_a_key_twice(cpu_mesh, communication):
     """Those that a step returns, and those that the loss only folds numbers into, are not used up."""

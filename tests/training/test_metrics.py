@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jdistadam as jda
+from support.samples import few
 from support.tensorboard import scalars
 
 ALWAYS = {"loss", "grad_norm", "learning_rate", "skipped", "loss_scale"}
@@ -27,6 +28,7 @@ def with_all(mesh):
     return jda.chain(optax.scale(0.5), tx)
 
 
+@few(1)
 @pytest.mark.parametrize("make", [plain, with_all])
 def test_metrics_are_a_flat_dictionary_of_scalars(cpu_mesh, tmp_path, make):
     tensorboard = pytest.importorskip("tensorboardX")

@@ -16,7 +16,7 @@ from support.exact_sums import HYPER, decays, exact_batch, linear_loss, random_p
 from support.model_axes import MESHES, TYPES, mesh_of
 from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
-from support.samples import often
+from support.samples import few, often
 
 SPECS = {
     "rows": P("model"),  # cut along one dimension by both axes, where params are sharded
@@ -327,6 +327,7 @@ def scanned_or_unrolled(tx, how, are_shards):
     return loss
 
 
+@few(1)
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])

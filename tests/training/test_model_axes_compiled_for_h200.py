@@ -16,7 +16,7 @@ from jdistadam.tools import hlo
 from support.h200 import WIDTH, params_of, placed
 from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
-from support.samples import often
+from support.samples import few, often
 
 LAYER = {"up": P(None, "model"), "down": P("model"), "scale": P()}
 TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
@@ -93,6 +93,7 @@ def shapes_of_sums(tx, state):
     return [leaf.shape for leaf in layout.leaves]
 
 
+@few(1)
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -123,6 +124,7 @@ def test_collectives_are_the_planned_ones_and_those_of_the_model(h200s, strategy
     assert set(copied) <= (sums if micro > 1 else set())  # zeros, before the loop
 
 
+@few(1)
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks_are_gathered_over_the_data_axes_alone(h200s, kind):
     """Twice, with jax.checkpoint; over the model axis goes what the model itself sends."""

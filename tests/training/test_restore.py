@@ -15,7 +15,7 @@ import jdistadam as jda
 from jdistadam.core.codecs import REMAINDER16
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.lookalike import BATCH, BF16, POLICIES, loss_fn, make_params, make_tx
-from support.samples import often
+from support.samples import few, often
 
 # orbax's, about its own future and about files that it leaves open
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -120,6 +120,7 @@ def test_orbax_restores_the_same_state_or_raises(saved, name, strict):
         assert_trees_same_bits(jda.full_params(state, tx), next_params)
 
 
+@pytest.mark.slow
 def test_orbax_dictionaries_raise_and_say_what_to_do(saved):
     """orbax without a target returns dictionaries."""
     folder = saved[0]
@@ -132,6 +133,7 @@ def test_orbax_dictionaries_raise_and_say_what_to_do(saved):
         jda.train_step(loss_fn, tx)(state, BATCH)
 
 
+@few(1)
 @pytest.mark.parametrize("policy", [k for k in POLICIES if k != "no main"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @often(
@@ -185,6 +187,7 @@ def test_a_change_of_one_leaf_is_noticed():
     assert_same_bits(state.params["a"], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 @often(lambda name: name == "bfloat16")
 def test_restored_params_that_belong_to_the_state_pass(name):

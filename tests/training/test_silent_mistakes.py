@@ -11,7 +11,7 @@ import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.lookalike import BATCH, BF16, make_params, make_tx
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 
 def plain_loss(params, x):
@@ -286,6 +286,7 @@ def test_a_loss_that_was_summed_raises(steps):
 SPECS = [P(("a", "b")), P(("b", "a")), P("b"), P("a", "b"), None]
 
 
+@few(1)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("spec", SPECS)
 @often(lambda spec, accumulate_steps: accumulate_steps == 2 and spec in SPECS[1:4])

@@ -6,6 +6,7 @@ import pytest
 
 import jdistadam as jda
 from support.optimizers import distributed_adamw
+from support.samples import few
 
 
 class Count:
@@ -76,6 +77,7 @@ def test_skip_limit_counts_nonfinite_losses_of_applied_steps():
         limit(metrics(1, nan))
 
 
+@few(1)
 @pytest.mark.parametrize("loss_scale", [None, 1.0])
 def test_skip_limit_raises_for_nan_batches(cpu_mesh, loss_scale):
     tx = distributed_adamw(1e-2, mesh=cpu_mesh(2), loss_scale=loss_scale)

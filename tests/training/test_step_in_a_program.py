@@ -159,6 +159,7 @@ def test_options_that_do_not_reach_the_program_warn_once_on_gpus(h200s, n):
         jax.eval_shape(lambda state, batch: step(state, batch), state, batch)  # traced again
 
 
+@pytest.mark.slow
 def test_options_of_the_outer_program_make_the_same_collectives(h200s):
     """With them a traced step sends as many arrays one by one as a call of it does."""
     mesh = h200s(2)
