@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import bench_step
 from step_bench import alone, budget, chart, check, flops, group, model, rows, tables, trace
 
+from support.samples import few
+
 FAST_COMPILATION = (
     "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
@@ -62,6 +64,7 @@ def small(monkeypatch):
     return Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",), axis_types=(AxisType.Auto,))
 
 
+@few(1)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, capsys, keeps):
     names = [f"step-small/{x}" for x in ("annotated_zero1+clip", "optim+float32sum", "no_shard")]
@@ -80,6 +83,7 @@ def test_command_checks_and_times_steps_alone(monkeypatch, tmp_path, small, caps
         assert row["check"]["distance"] < row["check"]["bound"]
 
 
+@pytest.mark.slow
 def test_rows_without_memory_do_not_end_the_command(monkeypatch, tmp_path, small):
     """The floor of one workload, and all rows of another."""
     options = ["--size", "tiny", "--rounds", "1", "--trace-steps", "0", "--jobs", "1"]
@@ -104,6 +108,7 @@ def test_rows_without_memory_do_not_end_the_command(monkeypatch, tmp_path, small
     assert alone_too["failed"].startswith("out of memory")
 
 
+@few(1)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("wrong", [lambda g: g.at[1].set(g[0]), lambda g: 0 * g])
 def test_check_notices_gradients_that_are_not_the_mean(small, wrong, clips):
@@ -394,6 +399,7 @@ def test_utilization():
     assert flops.utilization(66_000, flops.describe(size, "cpu"), 1) is None
 
 
+@few(1)
 @pytest.mark.parametrize("size", ["tiny", "tiny-llama"])
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_checkpoints_change_memory_and_no_result(size, is_scanned):

@@ -15,7 +15,7 @@ from jdistadam.kernels import multi_tensor
 from support import covering
 from support.fast_compilation import AS_FOR_USERS
 from support.interpreted import compile_and_interpret
-from support.samples import often
+from support.samples import few, often
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -24,6 +24,7 @@ pytestmark = [
 ROWS = covering.rows()
 
 
+@few(2)
 @pytest.mark.parametrize("row", range(len(ROWS)))
 @often(lambda row: row % 3 == 0)
 def test_compiled_steps_have_the_bits_of_the_interpreter(row):
@@ -112,6 +113,7 @@ def clipped_twice(monkeypatch):
 PLANTED = (wrong_pairs, wrong_dtype, lost_micro_batch, wrong_divisor, old_parameters, clipped_twice)
 
 
+@few(1)
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_fault_is_found(monkeypatch, plant):
     plant(monkeypatch)

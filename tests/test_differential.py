@@ -12,7 +12,7 @@ from jdistadam.distributed import accumulate
 from jdistadam.training import local_gradients
 from support.configurations import CONFIG, PLACE, draw, features
 from support.differential import NotSupported, run
-from support.samples import often
+from support.samples import few, often
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
@@ -24,6 +24,7 @@ SAMPLE = (41, 96, 185, 272, 277)
 layers that a scan stacks, summed over a mesh with a model axis under "optim_grads"."""
 
 
+@few(1)
 @pytest.mark.parametrize("seed", range(300))
 @often(lambda seed: seed in SAMPLE)
 def test_a_random_configuration_has_the_bits_of_the_reference(seed):
@@ -78,6 +79,7 @@ def rounded_main_params(monkeypatch):
 PLANTED = (wrong_divisor, dropped_micro_batch, mask_without_effect, rounded_main_params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED)
 @often(lambda plant: plant is rounded_main_params)
 def test_a_planted_fault_is_found(monkeypatch, plant):

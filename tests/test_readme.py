@@ -31,8 +31,9 @@ for page, examples in json.load(sys.stdin):
     os.chdir("..")
 """
 
-WITH_EXAMPLES = [name for name, found in EXAMPLES.items() if found]
-GROUPS = [WITH_EXAMPLES[::2], WITH_EXAMPLES[1::2]]
+FIRST = ["README.md", "docs/sharded_training.md"]
+OTHERS = [name for name, found in EXAMPLES.items() if found and name not in FIRST]
+GROUPS = [FIRST, *(pytest.param(OTHERS[i::2], marks=pytest.mark.slow) for i in range(2))]
 
 
 @pytest.mark.parametrize("pages", GROUPS, ids=" ".join)

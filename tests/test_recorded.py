@@ -9,6 +9,7 @@ import pytest
 
 import jdistadam as jda
 from support import recorded
+from support.samples import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 DIGESTS = json.loads(recorded.DIGESTS.read_text())
@@ -19,11 +20,13 @@ def test_everything_is_recorded():
     assert set(recorded.FOLDER.glob("*.zip")) == set(recorded.checkpoints())
 
 
+@few(1)
 @pytest.mark.parametrize("name", recorded.CASES)
 def test_ten_steps_have_the_bits_of_the_record(name):
     assert recorded.found_digest(name) == DIGESTS[name]
 
 
+@few(1)
 @pytest.mark.parametrize("file", recorded.checkpoints(), ids=lambda file: file.stem)
 def test_a_checkpoint_restores_to_the_bits_of_the_record(file, tmp_path):
     zipfile.ZipFile(file).extractall(tmp_path)

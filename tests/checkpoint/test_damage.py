@@ -19,7 +19,7 @@ from support.bits import assert_trees_same_bits
 from support.headers import rewrite_header
 from support.lookalike import make_params, make_tx
 from support.paths import ROOT
-from support.samples import often
+from support.samples import few, often
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -176,6 +176,7 @@ OTHER_TYPES = {
 }
 
 
+@few(5)
 @pytest.mark.parametrize("change", OTHER_TYPES)
 def test_headers_of_other_types_raise(saved, copied, change):
     """Their own checksum fits, so that the types alone tell."""

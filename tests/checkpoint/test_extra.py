@@ -256,6 +256,7 @@ OTHER_TYPES = {  # of a header whose own checksum fits
 }  # fmt: skip
 
 
+@few(5)
 @pytest.mark.parametrize("change", OTHER_TYPES)
 def test_extra_of_other_types_in_the_header_raises(tmp_path, change):
     extra = {"epoch": 3, "rows": np.arange(3), "state": b"abc"}

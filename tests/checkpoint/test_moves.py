@@ -192,6 +192,7 @@ def test_an_empty_leaf_that_a_model_axis_cuts_is_read_and_converted(tmp_path, ki
     assert_trees_same_bits(jda.to_optax_state(state, tx)[:2], want)
 
 
+@few(1)
 @pytest.mark.parametrize("main", ["float32", "remainder16"])
 def test_an_empty_leaf_is_placed_as_the_others(main):
     policy = jda.MixedPrecisionPolicy(main_params_dtype=main)

@@ -14,6 +14,7 @@ import jdistadam as jda
 from jdistadam.drop_in.effects import clip_factor
 from support.bits import assert_trees_same_bits
 from support.h200 import SIZES, placed
+from support.samples import few
 
 ADAM = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-9)
 HYPER = ADAM | dict(weight_decay=0.13)
@@ -86,6 +87,7 @@ def unlike(i):  # half of the steps are clipped; sums of squares are exact in ev
     return 2.0**-7 if i % 2 else 4.0
 
 
+@few(1)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_clip_in_the_kernel_has_the_bits_of_rewritten_gradients(config):
     clipped = jda.chain(optax.clip_by_global_norm(1.0), adamw(config))
@@ -98,6 +100,7 @@ def test_a_clip_in_the_kernel_has_the_bits_of_rewritten_gradients(config):
     assert not np.array_equal(plain[0]["w"], got[0]["w"])
 
 
+@few(1)
 @pytest.mark.parametrize("max_norm", [0.7, np.float32(0.7), 1e6, 0.0], ids=repr)
 def test_a_clip_is_that_of_optax_but_for_its_rounding(max_norm):
     """Also of inject_hyperparams, whose maximum is an array, and to nothing."""
@@ -113,6 +116,7 @@ def test_a_clip_is_that_of_optax_but_for_its_rounding(max_norm):
     assert_trees_same_bits(run(made, "float32")[0], got)
 
 
+@few(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_clip_of_nonfinite_gradients_is_that_of_optax(value):
     tx, grads = optax.clip_by_global_norm(1.0), {"w": jnp.asarray([1.0, value])}
@@ -132,6 +136,7 @@ WRAPPED = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_a_clip_inside_of_wrappers(wrapper):
     made = [
@@ -249,6 +254,7 @@ FACTORS = {
 }  # fmt: skip
 
 
+@few(2)
 @pytest.mark.parametrize("take", ["step", "update"])
 @pytest.mark.parametrize("case", FACTORS)
 @pytest.mark.parametrize("config", ["float32", "main", "remainder", "codes"])
@@ -461,6 +467,7 @@ CHAINS = {
 }  # fmt: skip
 
 
+@few(1)
 @pytest.mark.parametrize("case", CHAINS)
 def test_chains_with_factors_are_distributed(cpu_mesh, case):
     results = []
@@ -536,6 +543,7 @@ def bytes_moved(text):
     return total
 
 
+@few(1)
 @pytest.mark.h200
 @pytest.mark.parametrize(
     ("grad_dtype", "expected", "before"), [("bfloat16", 28, 32), ("float32", 32, 40)]

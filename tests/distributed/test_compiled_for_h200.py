@@ -24,7 +24,7 @@ from support.h200 import (
     placed,
 )
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 GATHERED_ONCE = dict(sharding_strategy="optim_grads_params", reshard_after_forward=False)
 
@@ -35,6 +35,7 @@ def bfloat16_step(h200s):
     return compile_step(h200s(8), jnp.bfloat16, jnp.bfloat16)
 
 
+@few(1)
 @pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @often(lambda param_dtype, comm: comm == jnp.bfloat16)  # float32: see test_schedule.py
@@ -75,6 +76,7 @@ def test_micro_batches_are_sent_once(h200s, comm):
     assert "while(" not in inside and list(collectives(inside)) == []
 
 
+@few(1)
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_own_norm_costs_nothing(h200s, accumulated):
     """tx.grad_norm before tx.step on the same gradients: they are sent once."""
@@ -114,6 +116,7 @@ def test_own_norm_costs_nothing(h200s, accumulated):
     }
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_one_device_copies_nothing(h200s, dtype):
     """Parameters in float32 are updated where they are; those in 16 bits come from their copy."""
@@ -227,6 +230,7 @@ def test_parameters_gathered_once_travel_as_planned_over_both_axes(h200s):
     assert gathers == {("float8_e4m3fn", 2), ("float8_e4m3fn", 4)}
 
 
+@few(1)
 @pytest.mark.parametrize(
     "n, dtype, main", [(8, "bfloat16", "remainder16"), (1, "float32", "float32")]
 )
@@ -332,6 +336,7 @@ def test_the_layout_is_compared_in_kernels_that_run_anyway(h200s):
     assert len(readers) == 2 and all(len(x) > 1 for x in readers), readers
 
 
+@few(1)
 @pytest.mark.parametrize("n", [1, 2])
 def test_kernel_takes_the_communication_dtype_also_on_one_device(h200s, n):
     """Over one device XLA drops the collective; the operand's dtype keeps the rounding alive."""
@@ -422,6 +427,7 @@ def test_step_of_one_device_is_captured_in_a_cuda_graph(h200s, tmp_path):
     assert captured(tmp_path, "thunk_sequence_after_thunk_passes") == [True] * 3
 
 
+@few(1)
 @pytest.mark.parametrize("communication", ["xla", "peer"])
 def test_step_of_8_devices_is_captured_between_its_collectives(h200s, tmp_path, communication):
     """The gradients, and our calls between two collectives, if graphs may have one operation.

@@ -15,7 +15,7 @@ from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, PLACES, batches, everything, first_state, run
 from support.exact_sums import HYPER, decays, linear_loss, random_params
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 DECAY = 0.9
 BAD = {4: np.nan, 7: np.nan}  # skipped
@@ -68,6 +68,7 @@ def on_one_device():
     return everything(trained(tx)[0], tx)
 
 
+@few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_average_follows_float64_and_has_the_bits_of_one_device(place, on_one_device):
     tx = make_tx(place)
@@ -109,6 +110,7 @@ def test_average_of_constant_params_stays_constant():
     assert_trees_same_bits(jda.ema_params(state, tx), random_params())
 
 
+@pytest.mark.slow
 def test_checkpoint_without_an_average_raises_unless_it_begins_anew(tmp_path):
     """An older one says what to do; then the average begins with the parameters."""
     plain, tx = (
@@ -193,6 +195,7 @@ def test_state_without_ema_decay_holds_no_average():
     assert "ema" not in jda.plan(random_params(), tx).held
 
 
+@few(1)
 @pytest.mark.parametrize("policy", ["float32", "remainder16", "none"])
 @pytest.mark.parametrize("place", ["one device", "flat-optim", "twice-optim_grads_params"])
 @often(
@@ -244,6 +247,7 @@ def test_errors_say_how_to_evaluate_an_average():
         state.replace(params=average)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["remainder16", "float32"])
 @pytest.mark.parametrize("place", ["flat-optim", "twice-optim_grads_params"])
 @often(lambda place, policy: (place, policy) == ("twice-optim_grads_params", "remainder16"))
@@ -266,6 +270,7 @@ def test_evaluation_of_the_average(place, policy):
         )
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_average_that_begins_with_the_params_is_not_taken_for_replaced_ones(dtype):
     """As after a restore without an average: equal in every element, though steps were taken."""

@@ -20,7 +20,7 @@ from support import h200, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
 from support.exact_sums import HYPER, linear_loss, random_params
-from support.samples import often
+from support.samples import few, often
 
 BOTH, GPU = ("device", "pinned_host"), "gpu"
 FACTORS = {3: np.nan, 6: 0.25}
@@ -40,7 +40,7 @@ def of_few(tree):
     return {name: tree[name] for name in ("rows", "columns", "small")}
 
 
-def few(tx, policy="float32"):
+def small_state(tx, policy="float32"):
     """A first state, of few parameters: conversions compile a program for each."""
     dtype = "float32" if policy == "float32" else "bfloat16"
     return jda.TrainState.create(of_few(random_params()), tx, param_dtypes=dtype)
@@ -96,6 +96,7 @@ OFTEN = [
 ]
 
 
+@few(1)
 @pytest.mark.parametrize("norms", [None, "leaves"])
 @pytest.mark.parametrize("names", APART, ids="-".join)
 @pytest.mark.parametrize("policy", ["bfloat16", "remainder16", "8 bits"])
@@ -105,7 +106,7 @@ def test_states_partly_on_the_host_have_the_bits_of_device_memory(policy, names,
     found, micro = [], 1 if norms is None else 3  # the update follows the backward pass, or not
     for memory in ("device", on_host(*names)):
         tx = over(2, policy, memory, norms=norms, **SMALL)
-        found.append(run(tx, few(tx, policy), micro=micro))
+        found.append(run(tx, small_state(tx, policy), micro=micro))
         assert names_on_host(found[-1][0].opt_state) == (set(names) if found[1:] else set())
     assert_trees_same_bits(*found)
     params = found[0][0].params
@@ -129,7 +130,7 @@ def test_state_memory_dict_is_copied_when_given():
 
 def test_another_choice_of_arrays_is_an_error():
     first, second = (over(2, "bfloat16", on_host(*names)) for names in (("mu",), ("nu",)))
-    state, step = few(first, "bfloat16"), jda.train_step(linear_loss, second)
+    state, step = small_state(first, "bfloat16"), jda.train_step(linear_loss, second)
     given = of_few(next(iter(batches(1))))
     with pytest.raises(
         jda.MeshError, match=r"mu: in host memory.* names only nu\. .*state_shardings"
@@ -149,7 +150,7 @@ def trained(request):
     found = {}
     for memory in BOTH:
         tx = over(2, request.param, memory)
-        state, step = few(tx, request.param), jda.train_step(linear_loss, tx)
+        state, step = small_state(tx, request.param), jda.train_step(linear_loss, tx)
         for batch in batches(2):
             state, _ = step(state, of_few(batch))
         found[memory] = tx, step, state
@@ -165,6 +166,7 @@ def over(n, policy, memory, **options):
 fewer = often(lambda trained: trained == "bfloat16")
 
 
+@pytest.mark.slow
 @fewer
 def test_checkpoints_go_from_each_memory_to_the_other(trained, tmp_path):
     policy, found = trained
@@ -189,6 +191,7 @@ def test_checkpoints_go_from_each_memory_to_the_other(trained, tmp_path):
     assert_trees_same_bits(again, state)
 
 
+@pytest.mark.slow
 @fewer
 def test_conversions_and_averages_of_each_memory_are_the_same(trained):
     """And a state on the device is moved by a step."""
@@ -212,6 +215,7 @@ def test_conversions_and_averages_of_each_memory_are_the_same(trained):
     assert_trees_same_bits(got, want)
 
 
+@pytest.mark.slow
 def test_scans_and_custom_loops_have_the_bits_of_device_memory():
     """A scan of steps, and a step in a region of one's own; no out_shardings anywhere."""
     found = {}
@@ -220,7 +224,7 @@ def test_scans_and_custom_loops_have_the_bits_of_device_memory():
         step = jda.train_step(linear_loss, tx)
         given = jax.tree.map(lambda *x: np.stack(x), *map(of_few, batches(3)))
         scanned = jax.jit(lambda s, b, step=step: jax.lax.scan(step, s, b), donate_argnums=0)
-        state, _ = scanned(few(tx, "bfloat16"), given)
+        state, _ = scanned(small_state(tx, "bfloat16"), given)
         mesh = tx.config.mesh
         own = jda.distributed(jda.fused_adamw(**HYPER), mesh=mesh, state_memory=memory, **SMALL)
         params, opt_state = own_loop.own_state(own, of_few(random_params()), True)
@@ -237,6 +241,7 @@ CODED = dict(main_params_dtype="remainder16", mu_dtype="block8", nu_dtype="block
 CODED |= dict(rounding="stochastic", seed=3)
 
 
+@few(1)
 @pytest.mark.parametrize("wrap", [lambda loss: loss, jax.jit, jax.checkpoint])
 def test_windows_follow_the_backward_pass(wrap, monkeypatch):
     """The last layers come first; a leaf that the first and the last one use comes last."""
@@ -295,6 +300,7 @@ def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
         assert 3 * jda.plan(state.params, tx).buffers[name] == windows * three
 
 
+@few(1)
 @pytest.mark.parametrize("memory", ["pinned_host", ("mu", "ema"), ("main_params", "ema"), ("ema",)])
 @pytest.mark.parametrize("buffer_bytes", [1, 20_000, 1 << 20])
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "8 bits", "mixed"])
@@ -338,7 +344,7 @@ def test_host_state_on_one_gpu_has_the_bits_of_device_memory(policy, tmp_path):
     mesh, found = jax.make_mesh((1,), ("data",), devices=jax.devices(GPU)[:1]), {}
     for memory in BOTH:
         tx = make_tx("one device", policy, mesh=mesh, state_memory=memory, ema_decay=0.9)
-        state, metrics = run(tx, few(tx, policy))
+        state, metrics = run(tx, small_state(tx, policy))
         assert memories(state.opt_state) == {memory} and int(metrics["skipped"]) == 1
         jda.save(tmp_path / memory, state, tx)
         found[memory] = tx, state
@@ -376,6 +382,7 @@ def test_many_windows_on_one_gpu_change_no_bit(case, monkeypatch):
         assert_trees_same_bits(got, found["device"])
 
 
+@few(1)
 @pytest.mark.parametrize(("policy", "count"), [("float32", 3), ("8 bits", 3), ("8 bits", 6)])
 @often(lambda policy, count: (policy, count) != ("8 bits", 3))
 def test_state_is_updated_in_place_window_by_window_on_h200s(h200s, policy, count, monkeypatch):
@@ -470,6 +477,7 @@ def compiled_layers(
     return h200.compile_here(h200s(devices), step, state, batch, small)
 
 
+@few(1)
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("state_memory", ["pinned_host", on_host("mu", "nu")], ids=["all", "some"])
@@ -495,6 +503,7 @@ def test_updates_run_between_products_on_h200s(h200s, devices, micro, state_memo
     assert order[:last].count("K") >= layers - 5, order
 
 
+@few(1)
 @pytest.mark.parametrize("options", [dict(state_memory="pinned_host"), dict(early_updates=True)], ids=["host", "device"])  # fmt: skip
 def test_gradients_are_freed_early_on_h200s(h200s, options, monkeypatch):
     """Also those of parts of leaves, and although the norm needs all; no parameter is copied."""

@@ -15,7 +15,7 @@ from support.bits import assert_trees_same_bits
 from support.exact_sums import HYPER, decays, random_params, without_empty
 from support.optimizers import distributed_adamw
 from support.own_loop import make_own_step, own_state
-from support.samples import often
+from support.samples import few, often
 
 BF16 = jnp.bfloat16
 LABELS = {"rows": "slow", "columns": "", "prime": "", "small": "own", "scalar": "", "empty": "ice"}
@@ -108,6 +108,7 @@ OFTEN = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize(("n", "strategy", "setting", "comm", "dtype"), CASES)
 @often(lambda n, strategy, setting, comm, dtype: (n, strategy, setting, comm, dtype) in OFTEN)
 def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(
@@ -124,6 +125,7 @@ def test_peer_memory_gives_the_bits_of_float32_sums_over_xla(
         assert int(two[1][-1]["skipped"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 @pytest.mark.parametrize("options", [REPLICAS, REPLICAS | dict(outer_sharding_strategy="optim")])
@@ -148,6 +150,7 @@ def test_devices_copy_along_one_axis_and_replicas_go_over_xla(shape, strategy, o
         assert_trees_same_bits(two, one)
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 @pytest.mark.parametrize("setting", ["plain", "clipped sums", "codes"])
 @often(
@@ -201,6 +204,7 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     assert make(cpu_mesh(2)).config.communication.why_not_peer.startswith("platform cpu; ")
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_an_evaluation_without_products_gives_the_bits_of_xla(cpu_mesh, strategy):
     """Nothing is there for copies to overlap."""
@@ -215,6 +219,7 @@ def test_an_evaluation_without_products_gives_the_bits_of_xla(cpu_mesh, strategy
     assert_trees_same_bits(*losses)
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_plan_and_audit_know_the_transport(cpu_mesh, strategy):
     """Every gradient is exchanged by copies, every parameter is gathered by copies, once."""
@@ -466,6 +471,7 @@ def test_scans_and_custom_loops_give_the_bits_of_xla(cpu_mesh):
     assert_trees_same_bits(results[1], results[0])
 
 
+@few(1)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_custom_loop_may_differentiate_shards(cpu_mesh, clip):
     """Gradients of shards are added in the backward pass, those of small leaves in the step."""

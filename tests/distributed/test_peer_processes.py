@@ -149,6 +149,7 @@ def check_kill(tmp_path, seed, count=2, platform="cpu", devices=4):
     assert_same(resumed, trained(1, tmp_path / "whole", steps, **options))
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_others(tmp_path):
     check_kill(tmp_path, seed=0)
 

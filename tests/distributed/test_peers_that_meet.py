@@ -10,6 +10,7 @@ import pytest
 
 from support.free_port import free_port
 from support.paths import TESTS, environment
+from support.samples import few
 
 SCRIPT = TESTS / "support" / "peers_that_meet.py"
 OWN_NAMESPACES = "unshare --pid --ipc --fork --mount-proc"
@@ -71,6 +72,7 @@ def test_a_process_with_namespaces_of_its_own_uses_xla_as_the_other_one(platform
         assert "sockets and threads 0 0" in output and "\nend\n" in output, output
 
 
+@few(1)
 @pytest.mark.parametrize("what", ["cannot compile", "cannot copy"])
 @PLATFORMS
 def test_a_trial_that_fails_in_one_process_fails_in_all(platform, what):
@@ -81,6 +83,7 @@ def test_a_trial_that_fails_in_one_process_fails_in_all(platform, what):
         assert "sockets and threads 0 0" in output and "\nend\n" in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["", OWN_TMP], ids=["long TMPDIR", "own tmp"])
 def test_processes_meet_without_a_common_folder(tmp_path, wrap):
     folder = tmp_path / ("long" * 30)
@@ -91,12 +94,14 @@ def test_processes_meet_without_a_common_folder(tmp_path, wrap):
     assert not os.listdir(folder)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_missing_is_met_later():
     outputs = met("cpu", "comes late")
     assert transports(outputs) == ({"peer"}, {None})
     assert "missing: process 1: did not connect for copies within 1 s" in outputs[0]
 
 
+@few(1)
 @pytest.mark.parametrize("what", ["leaves", "leaves without a word"])
 @PLATFORMS
 def test_a_process_that_leaves_ends_nobody(platform, what):

@@ -106,6 +106,7 @@ SAME = ("nothing", "rows", "lengths", "save nothing", "save refused extra")
 NEVER_CAME = "process 1: did not come to train_step within 2 s: got no word"
 
 
+@pytest.mark.slow
 def test_processes_that_differ_stop_before_the_first_step(tmp_path):
     """All that are there raise the same, which names the process and the difference.
 
@@ -125,6 +126,7 @@ def test_processes_that_differ_stop_before_the_first_step(tmp_path):
     assert f"never comes -> AgreementError: {NEVER_CAME}" in outputs[0], outputs[0][-3000:]
 
 
+@pytest.mark.slow
 def test_extra_evaluation_in_one_process_ends_in_time(tmp_path):
     """The second process evaluates once more, and the first one takes a step: both would wait."""
     running = started(DIFFER, 2, lambda i, port: [str(i), str(port), str(tmp_path), "evaluation"])

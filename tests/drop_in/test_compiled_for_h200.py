@@ -109,6 +109,7 @@ def test_convolution_kernels_add_no_transpose_and_no_copy(h200s):
     assert moved(step, params, state, x, donate_argnums=(0, 1)) <= without
 
 
+@few(2)
 @pytest.mark.parametrize("how", ["jit_step", "jit"])
 @pytest.mark.parametrize("main", [None, jnp.float32, "remainder16"], ids=str)
 def test_jit_step_has_a_step_of_its_own_captured_in_a_cuda_graph(h200s, tmp_path, main, how):
@@ -179,6 +180,7 @@ def test_coded_moments_are_updated_in_place_in_a_cuda_graph(h200s, tmp_path, mai
     assert all(captured(tmp_path, "thunk_sequence_after_thunk_passes"))
 
 
+@few(1)
 @pytest.mark.parametrize("chain", [jda.chain, optax.chain], ids=["ours", "of optax"])
 def test_a_clip_in_our_chain_writes_no_gradient(h200s, chain):
     """The norm reads them, and the kernel. optax's chain writes clipped ones, and an update."""

@@ -21,6 +21,7 @@ from jdistadam.kernels import sharded_adam as module
 from jdistadam.kernels.operands import Operands, Rounding, RoundingSpec, Scalars, Spec
 from support.bits import assert_trees_same_bits
 from support.h200 import placed
+from support.samples import few
 
 HALVES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 D = 2048
@@ -92,6 +93,7 @@ def with_updates(tx, grads, state, params):
     return optax.apply_updates(params, updates), state
 
 
+@few(1)
 @pytest.mark.parametrize("norms", [False, True])
 def test_temporary_memory_is_optax_s(h200s, monkeypatch, norms):
     """Gradients are freed as they are used, in calls that are small beside all of them."""
@@ -112,6 +114,7 @@ def test_temporary_memory_is_optax_s(h200s, monkeypatch, norms):
     assert one <= 1.01 * other + 2**20 * norms  # the sums of squares of runs
 
 
+@few(1)
 @pytest.mark.parametrize(
     "how",
     ["step", "norms", "groups", "coded", "chain", "injected", "if_finite", "decay_parts", "scan", "jit"],
@@ -151,6 +154,7 @@ def test_a_scanned_model_has_no_wide_gradient(h200s, how):
     assert wide == {"jit": (4, 0), "coded": (1, 1)}.get(how, (3, 1))
 
 
+@few(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("where", ["replicated", "state", "shard_map"])
 def test_several_devices_pass_narrow_gradients_on(h200s, kind, where):
@@ -196,6 +200,7 @@ MAKERS = {
 }  # fmt: skip
 
 
+@few(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_only_arrays_are_read_whose_rounding_xla_keeps(h200s, name, dtype):
@@ -217,6 +222,7 @@ def test_only_arrays_are_read_whose_rounding_xla_keeps(h200s, name, dtype):
     assert kinds == [dtype if is_narrow else "f32", "f32", "f32", "f32"]
 
 
+@few(2)
 @pytest.mark.parametrize("how", ["plain", "transposed", "precision", "inner jit"])
 def test_a_rounding_on_purpose_stays_as_it_is(h200s, how):
     """Where a program rounds float32 itself, XLA may drop that, and the kernel reads what it did."""
@@ -272,6 +278,7 @@ def test_programs_exported_for_gpus_alone_read_narrow_gradients(platforms):
     assert given == [["bf16" if platforms == ("cuda",) else "f32", "f32", "f32", "f32"]]
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["step", "step_and_cast", "coded", "squares"])
 def test_calls_by_dtype_have_the_bits_of_one(kind):
     """Leaves of both dtypes in any order; random bits and sums of squares, too."""

@@ -292,6 +292,7 @@ def test_what_a_wrapper_takes_from_the_optimizer_is_its_update_in_bits(name):
         params = given.fast if name == "lookahead" else given
 
 
+@few(1)
 @pytest.mark.parametrize("kind", [None, F32, "remainder16"], ids=["none", "float32", "remainder16"])
 def test_tree_utilities_find_and_set_every_part_of_a_state(kind):
     """Get, set and map, through a wrapper too; a count that is set is the one of the next step."""

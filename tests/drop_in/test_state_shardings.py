@@ -219,6 +219,7 @@ def test_in_classes_of_flax():
     assert tuple(shardings[0].mu["kernel"].spec) == ("data", None)  # no box around it
 
 
+@few(1)
 @pytest.mark.parametrize("of", ["params", "moments"])
 def test_a_state_made_inside_jit_is_sharded_by_a_constraint(of):
     """As in one program that trains in a scan. A moment may stand for the parameters."""

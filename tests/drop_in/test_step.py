@@ -65,6 +65,7 @@ def test_fused_adam_has_optax_state_and_needs_no_params():
             tx.update(grads, tx.init(params))
 
 
+@few(1)
 @pytest.mark.parametrize("param_dtype", [F32, BF16], ids=str)
 def test_bfloat16_second_moment_is_the_reference_bit_for_bit(platform, param_dtype):
     kwargs = HYPER | dict(b2=0.97)
@@ -236,6 +237,7 @@ def test_parameters_keep_the_layout_that_the_caller_asks_for(kind):
     assert_trees_same_bits(results[1], results[0])
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_updates_beside_new_params(dtype):
     """Of leaves of every kind; in 16 bits apply_updates of them is exactly the new parameter."""

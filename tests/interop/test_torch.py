@@ -257,6 +257,7 @@ INTO = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("into", INTO)
 def test_into_fused_adamw_and_back_is_the_same_file(golden, into, tmp_path):
     tx, theirs = INTO[into](), read(golden)

@@ -214,6 +214,7 @@ def test_kernel_equals_the_reference_at_every_step_count(platform, count):
     assert_equals_reference(Spec("step", (0,)), scalars(random_rows(count)), operands)
 
 
+@few(9)
 @pytest.mark.parametrize("shift", range(1, 16))
 def test_misaligned_leaves_give_the_same_bits(platform, shift):
     """Flat arrays whose leaves begin at any element, with gaps that must not be touched."""

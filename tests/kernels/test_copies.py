@@ -13,6 +13,7 @@ from jdistadam import compat
 from jdistadam.core import collectives, waits
 from jdistadam.kernels import copies, multi_tensor, native, parts
 from support.bits import assert_trees_same_bits
+from support.samples import few
 
 native.status("cpu")  # registers the handlers
 
@@ -52,6 +53,7 @@ def on_each(function):
     return lambda x: jax.tree.map(lambda y: y[None], function(x[0]))
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 @pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
@@ -64,6 +66,7 @@ def test_values_are_those_of_collectives(devices, shape, dim, dtype):
     assert_trees_same_bits(got, want)
 
 
+@few(1)
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 @pytest.mark.parametrize("devices", [2, 3, 6])
 def test_a_gather_in_place_completes_what_each_device_has_written(devices, shape, dim):

@@ -12,6 +12,7 @@ import jdistadam as jda
 from jdistadam.kernels import multi_tensor, reference
 from support.bits import assert_same_bits
 from support.operands import BF16, DTYPES, F16, F32, random_array
+from support.samples import few
 
 SIZES = (0, 1, 3, 1023, 1024, 8191, 8192, 8193, 40_000)
 sum_of_squares = jax.jit(multi_tensor.sum_of_squares)
@@ -73,6 +74,7 @@ def test_norm_accepts_no_leaves_and_mixed_dtypes(platform):
     assert sum_of_squares(grads)[1]
 
 
+@few(13)
 @pytest.mark.parametrize("contributions", [1, 2, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_equals_the_reference_bitwise(platform, dtype, contributions):

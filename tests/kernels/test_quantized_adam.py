@@ -17,7 +17,7 @@ from jdistadam.kernels.sharded_adam import sharded_adam
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.operands import BF16, F16, F32, random_array, random_rows, scalars
 from support.quantized import adam_of_parts, by_reference, plain_array, rounded
-from support.samples import often
+from support.samples import few, often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles
 PARTS = np.arange(len(SIZES), dtype=np.int32) * 5 % 7  # of 1, 128 and 65,536 elements and so on
@@ -95,6 +95,7 @@ STORED = [BLOCK8, BLOCK16, F32, BF16, F16]
 CASES = list(itertools.product([False, True], ["step", "step_and_cast", "step_split", "update"], STORED, STORED))  # fmt: skip
 
 
+@few(1)
 @pytest.mark.parametrize("param", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize(("is_stochastic", "mode", "mu", "nu"), CASES, ids=name_of)
 @often(  # all modes of each dtype of moments, rounded stochastically and not; all dtypes of parameters
@@ -115,6 +116,7 @@ def test_kernel_equals_the_reference_bitwise(platform, is_stochastic, mode, mu, 
         assert_equals_reference(spec, scalars(random_rows(count=3)), operands)
 
 
+@few(1)
 @pytest.mark.parametrize("is_stochastic", [False, True])
 @pytest.mark.parametrize(("mu", "nu"), [(BLOCK8, BLOCK16), (BLOCK16, BLOCK8)], ids=name_of)
 def test_kernel_equals_the_reference_in_blocks_that_span_more_than_codes(
@@ -187,6 +189,7 @@ def test_decoded_codes_encode_to_themselves(form, name):
             assert_trees_same_bits(form.encode(name, x, random, np), moment)
 
 
+@few(1)
 @each_format
 @each_name
 def test_codes_decode_as_their_definition_says(form, name):
@@ -211,6 +214,7 @@ def in_blocks(x):
     return np.repeat(blocks, BLOCK)
 
 
+@few(1)
 @each_format
 @each_name
 @pytest.mark.parametrize("is_stochastic", [False, True])
@@ -445,6 +449,7 @@ def test_kernel_on_cut_or_packed_leaves_equals_the_reference_bitwise(platform, m
     assert_same_bits(np.asarray(new)[between], old[between])
 
 
+@few(2)
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 2), (2, 0), (1, 1)], ids=str)
 def test_parts_draw_the_bits_of_the_whole(dims):
     """Of a leaf (6, 4, 1024), cut in two along one dimension and then along another."""

@@ -143,6 +143,7 @@ def test_results_on_gpus_keep_the_sharding_of_the_arrays_they_replace(method, ma
     assert_same(got_state, want_state, placed_state)
 
 
+@few(1)
 @AXIS_TYPES
 @pytest.mark.parametrize("method", ["step", "update"])
 @often(lambda method, axis_type: (method == "step") == is_explicit(axis_type))

@@ -15,7 +15,7 @@ from support.given_gradients import SHAPES, make_tx, random_params
 from support.h200 import WIDTH, loss_fn, params_of, placed
 from support.optimizers import distributed_adamw
 from support.placements import FLAT, STRATEGIES
-from support.samples import often
+from support.samples import few, often
 
 SUMMED = dict(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
 
@@ -102,6 +102,7 @@ def audit_on_cpu(
     return jda.audit(planned, state, batch)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("comm", "passed"), [("float32", True), ("float16", True), ("bfloat16", False)]
 )

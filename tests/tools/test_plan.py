@@ -17,7 +17,7 @@ from support.dtypes import dtypes
 from support.h200 import WIDTH, loss_fn, params_of, placed
 from support.optimizers import distributed_adamw
 from support.planned import FLAT, PLACEMENTS, POLICIES, STRATEGIES
-from support.samples import often
+from support.samples import few, often
 
 ROWS = [
     (where, strategy, policy)
@@ -60,6 +60,7 @@ def prepare(h200s, where, strategy, policy):
     return tx, params, placed(mesh, params, specs[0]), state, specs
 
 
+@few(1)
 @pytest.mark.parametrize(("where", "strategy", "policy"), MARKED)
 def test_planned_bytes_between_steps_are_exact(h200s, where, strategy, policy):
     """Arguments, results and what of them is updated in place, of a whole train_step."""
@@ -79,6 +80,7 @@ def test_planned_bytes_between_steps_are_exact(h200s, where, strategy, policy):
     assert analysis.output_size_in_bytes == passed + 4 * metrics + table
 
 
+@few(1)
 @pytest.mark.parametrize(("where", "strategy", "policy"), MARKED)
 def test_planned_buffers_are_an_upper_bound(h200s, where, strategy, policy):
     """Temporary bytes of the step alone, on given gradients: at most the listed ones plus 1 %."""
@@ -136,6 +138,7 @@ def planned_and_compiled(mesh, num_blocks, accumulate_steps, **options):
     return planned, compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("accumulate_steps", [1, 3])
 @pytest.mark.parametrize("mode", list(MODES))
@@ -174,6 +177,7 @@ def test_sums_of_gradients_are_planned():
     assert sums == dict(zip(STRATEGIES, (whole, whole, whole // 8, whole // 8), strict=True))
 
 
+@few(1)
 @pytest.mark.parametrize("made", ["alone", "hyperparameters", "chain"])
 def test_held_bytes_are_those_of_the_state(made):
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])

@@ -75,6 +75,7 @@ def test_arrays_that_a_state_holds_twice_are_copied(n, strategy, twice):
     assert_trees_same_bits(*found)
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["params", "mu"])
 def test_a_batch_that_is_an_array_of_the_state_is_copied(name):
     """Of a new state, and of one that a step returned."""
@@ -88,6 +89,7 @@ def test_a_batch_that_is_an_array_of_the_state_is_copied(name):
     assert_trees_same_bits(*found)
 
 
+@few(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_arrays_that_a_state_holds_once_are_not_copied(monkeypatch, axis_type):
     """Neither the arrays of a state that a step returned, nor those beside one that changed."""
@@ -219,6 +221,7 @@ def test_states_in_other_places_are_trained(place, strategy, axis_type):
     assert_trees_same_bits(found, expected)
 
 
+@few(1)
 @pytest.mark.parametrize("dtypes", [None, "bfloat16"])
 def test_params_without_elements_have_an_average(dtypes):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.lookalike import BATCH, make_params, make_tx
+from support.samples import few
 
 ALTERNATIVES = ("jda.train_step", "tx.step", "jda.chain", "max_grad_norm", "accumulate_steps", "loss_scale", "fused_adamw", "unwrapped")  # fmt: skip
 WRAPPERS = {
@@ -80,6 +81,7 @@ def test_update_raises_in_nnx_optimizer():
         optimizer.update(model, nnx.state(model, nnx.Param))
 
 
+@few(6)
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("made", ["distributed", "chain", "inject_hyperparams", "bind", "copy"])
 def test_update_raises_outside_of_a_shard_map(made, run):

@@ -14,7 +14,7 @@ from jdistadam.distributed import calls, host_memory
 from jdistadam.training import reordered, step_program
 from jdistadam.training.early_updates import with_early_updates
 from support.bits import assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 
 LAYERS, WIDTH = 8, 32
 
@@ -72,6 +72,7 @@ def order_of(jaxpr):
     return found
 
 
+@few(1)
 @pytest.mark.parametrize("memory", [HOST, DEVICE], ids=["host", "device"])
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("devices", [1, 2])
@@ -167,6 +168,7 @@ VIEWS = {
 }
 
 
+@few(4)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("lag", [0, 2, math.inf])
 def test_products_wait_for_new_matrices_and_those_for_old_ones(lag, view, monkeypatch):

@@ -21,7 +21,7 @@ from support.lookalike import BATCH, make_params, make_tx, other_params
 from support.lookalike import loss_fn as sine_loss
 from support.model_axes import mesh_of
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 VOCABULARY, WIDTH, LAYERS, LENGTH, ROWS = 97, 64, 3, 4, 16
 BF16 = jnp.bfloat16
@@ -201,6 +201,7 @@ def on_host(tree):
     return jax.tree.map(np.array, leaves)
 
 
+@few(1)
 @pytest.mark.parametrize("name", CASES)
 @often(lambda name: name in ("stacked optim_grads_params", "4 x 2, Explicit", "nnx"))
 def test_the_loss_has_the_bits_of_the_training_step(name):

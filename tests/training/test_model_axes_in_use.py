@@ -21,7 +21,7 @@ from support.bits import assert_same_trees
 from support.model_axes import TYPES, mesh_of
 from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
-from support.samples import often
+from support.samples import few, often
 
 BF16 = jnp.bfloat16
 WIDTH, HIDDEN = 64, 512
@@ -494,6 +494,7 @@ ERRORS = [
 ]
 
 
+@few(1)
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS)
 def test_unsupported_model_axes_raise(call, error, message):
     with pytest.raises(error, match=message):

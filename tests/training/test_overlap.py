@@ -15,7 +15,7 @@ from jdistadam.distributed import calls
 from jdistadam.kernels import copies, parts
 from jdistadam.training import overlap
 from support.bits import assert_trees_same_bits
-from support.samples import often
+from support.samples import few, often
 
 N, LAYERS, WIDTH = 4, 4, 256
 SUMS = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16", grad_reduce_dtype="float32")
@@ -157,6 +157,7 @@ def moved(text):
     return [dims for dims in made if np.prod([int(n) for n in dims.split(",")]) > 64]
 
 
+@few(1)
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_gradients_are_sent_during_the_backward_pass(h200s, small_groups, wrapped, clip):
@@ -172,6 +173,7 @@ def test_gradients_are_sent_during_the_backward_pass(h200s, small_groups, wrappe
     assert not moved(text)
 
 
+@few(1)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_parameters_are_gathered_right_after_their_update(h200s, small_groups, clip):
     events = events_of(compiled(h200s(N), max_grad_norm=clip).as_text())
@@ -182,6 +184,7 @@ def test_parameters_are_gathered_right_after_their_update(h200s, small_groups, c
         assert "wait" not in events[a : a + events[a:b].index("gather")]
 
 
+@few(1)
 @pytest.mark.parametrize(("options", "gathers"), [(ONCE, LAYERS + 1), (WHOLE, LAYERS - 1)])
 def test_gathers_start_before_the_loss_and_are_waited_for_during_it(
     h200s, small_groups, options, gathers
@@ -201,6 +204,7 @@ def test_gathers_start_before_the_loss_and_are_waited_for_during_it(
         assert at_the_end.count("gather") <= 1  # of small leaves
 
 
+@few(1)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("wrapper", ["checkpoint", "policy"])
 def test_blocks_are_gathered_shortly_before_their_use(h200s, small_groups, wrapper, after):
@@ -233,6 +237,7 @@ def test_gradients_of_micro_batches_are_sent_during_the_backward_pass(h200s, sma
     assert sum(i < last for i in sent) >= LAYERS - 1 and sum(i < last for i in sums) >= LAYERS - 2
 
 
+@few(1)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("wrapper", ["checkpoint", "policy"])
 def test_layers_of_a_scan_travel_beside_others(h200s, small_groups, wrapper, accumulate_steps):
@@ -249,6 +254,7 @@ def test_layers_of_a_scan_travel_beside_others(h200s, small_groups, wrapper, acc
     assert not {dims for loop in loops for dims in moved(loop) if "1024" in dims.split(",")}
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("wrapper", ["plain", "checkpoint"])
 @pytest.mark.parametrize("num_scanned", [1, 2, 5])
@@ -308,6 +314,7 @@ OFTEN_SCANNED = {(1, "checkpoint", 1), (2, "policy", 3), (3, "plain", 1), (6, "c
 OFTEN_SCANNED |= {(7, "policy", 1)}
 
 
+@few(1)
 @pytest.mark.parametrize(("num_scanned", "scan"), LOOPS)
 @pytest.mark.parametrize("wrapper", ["plain", "checkpoint", "policy"])
 @pytest.mark.parametrize("accumulate_steps", [1, 3])
@@ -372,6 +379,7 @@ def test_layers_of_a_scan_get_the_same_bits_on_gpus(num_scanned, scan, wrapper, 
         assert_trees_same_bits(got, want)
 
 
+@few(1)
 @pytest.mark.parametrize("accumulate_steps", [1, 3])
 def test_layers_of_a_scan_are_copied_as_planned(cpu_mesh, accumulate_steps):
     wrapped = WRAPPERS["policy"]
@@ -387,6 +395,7 @@ OFTEN |= {("whole", "jit"), ("blocks", "checkpoint"), ("gradients", "plain")}
 OFTEN |= {("after", "policy")}
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "after"])
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))
 @often(lambda strategy, wrapper: (strategy, wrapper) in OFTEN)
@@ -399,6 +408,7 @@ def test_the_order_changes_no_bits(cpu_mesh, small_groups, wrapper, strategy):
     assert_trees_same_bits(got, want)
 
 
+@few(1)
 @pytest.mark.parametrize("wrapper", list(WRAPPERS))
 def test_every_array_is_copied_once(cpu_mesh, wrapper):
     """Recomputation and differentiation neither repeat nor lose copies."""
@@ -408,6 +418,7 @@ def test_every_array_is_copied_once(cpu_mesh, wrapper):
     assert all(row.passed or row.widened for row in found.rows), found
 
 
+@few(1)
 @pytest.mark.parametrize("options", [ONCE, WHOLE], ids=["once", "whole"])
 def test_an_evaluation_gathers_during_the_forward_pass(h200s, cpu_mesh, small_groups, options):
     def evaluation(mesh, means):
@@ -458,6 +469,7 @@ def arrays_of(text, target):
     return sum(len(re.findall(r"\w+\[[\d,]*\]", result)) for result in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 @pytest.mark.parametrize("small", [False, True])
 @often(lambda strategy, small: small == (strategy == "whole") and strategy in ("optim", "whole"))
@@ -531,6 +543,7 @@ def test_long_chains_and_odd_results_of_anchors_are_evaluated(cpu_mesh):
     assert_trees_same_bits(*results)
 
 
+@few(1)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jit"])
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_an_evaluation_can_be_differentiated_and_vectorized(small_groups, transform, is_jitted):

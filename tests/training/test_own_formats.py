@@ -14,7 +14,7 @@ from support.bits import assert_trees_same_bits
 from support.convolutions import OHWI, ORDERS, SHAPES, in_order, loss, numbers, orders_in
 from support.exact_sums import HYPER, linear_loss
 from support.optimizers import distributed_adamw
-from support.samples import often
+from support.samples import few, often
 
 SMALL = {"k": (3, 3, 16, 128), "w": (128, 256), "s": (8, 24), "b": (5,)}
 ORDER = {"k": OHWI, "w": (1, 0), "s": (1, 0), "b": None}
@@ -34,6 +34,7 @@ STRATEGIES = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jit", ["jit", "jit_step", "eager", "sharded", "sharded, explicit"])
 def test_drop_in_steps_have_the_same_bits_in_any_layout(platform, kind, jit):
@@ -68,6 +69,7 @@ def batch(seed):
     return {k: rng.integers(-64, 65, (16, *s)).astype(np.float32) for k, s in SMALL.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @often(lambda strategy: strategy == "optim_grads_params")
 def test_train_step_has_the_same_bits_in_any_layout(strategy, tmp_path):
@@ -91,6 +93,7 @@ def test_train_step_has_the_same_bits_in_any_layout(strategy, tmp_path):
     assert_trees_same_bits(*results)
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_custom_loop_has_the_same_bits_in_any_layout(strategy):
     tx = distributed_adamw(**HYPER, mesh=jax.make_mesh((8,), ("data",)), sharding_strategy=strategy)

@@ -136,6 +136,7 @@ def test_invalid_weights_skip_the_step_or_give_nan(steps, strategy):
 SCALES = [None, 4.0, jda.DynamicLossScale(growth_interval=1)]
 
 
+@few(1)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("loss_scale", SCALES)
 @pytest.mark.parametrize("policy", [{}, {"param_comm_dtype": BF16}])
@@ -231,6 +232,7 @@ def test_a_skipped_step_is_as_if_it_had_not_been():
     assert np.any(jax.random.key_data(state.rng) != jax.random.key_data(without.rng))
 
 
+@few(1)
 @pytest.mark.parametrize("update", [True, False])
 def test_skips_in_an_own_loop_keep_the_chain(update):
     """step and update of a chain in a custom training loop keep the counts of schedules, too."""

@@ -214,6 +214,7 @@ def test_a_model_state_in_float64_keeps_its_bits(cpu_mesh):
     assert_trees_same_bits(state.model_state, start)
 
 
+@pytest.mark.slow
 def test_every_device_micro_batch_and_step_has_its_own_key(cpu_mesh):
     """The key of each is a function of the first key, the step, the device and the micro-batch."""
 
@@ -331,6 +332,7 @@ def test_main_params_exist_only_where_dtype_or_sharding_differ(cpu_mesh, n):
     assert_trees_same_bits(back.opt_state, got.opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 @often(lambda n: n == 2)
 def test_main_params_begin_with_the_given_values(cpu_mesh, n):

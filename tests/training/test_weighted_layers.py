@@ -12,7 +12,7 @@ from support.bits import assert_same_trees
 from support.h200 import placed
 from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
-from support.samples import often
+from support.samples import few, often
 from support.scanned import (
     layers_of,
     loss_of,
@@ -114,6 +114,7 @@ def test_layers_that_are_not_gathered_raise():
         jax.eval_shape(jda.train_step(loss, tx), state, make_batches(1)[0])
 
 
+@pytest.mark.slow
 def test_weights_work_with_keys_model_state_and_aux():
     """The call for the weight alone has the same key and model state, and changes neither."""
     batches, results = make_batches(4), []
@@ -145,6 +146,7 @@ def test_weights_work_with_keys_model_state_and_aux():
     assert_same_trees(*results, "with all else")
 
 
+@pytest.mark.slow
 def test_negative_weight_gives_nan():
     tx = make_tx(make_mesh(**PAIR), sharding_strategy="optim_grads_params", layers=layers_of)
     state = jda.TrainState.create(make_params(), tx)
@@ -155,6 +157,7 @@ def test_negative_weight_gives_nan():
     assert np.isnan(state.params["layers"]["mlp"]["up"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @often(lambda accumulate_steps: accumulate_steps == 1)
 def test_computing_the_weight_first_adds_no_operations(h200s, accumulate_steps):
@@ -219,6 +222,7 @@ def linear_loss_of(kind, tx):
     return loss
 
 
+@few(1)
 @pytest.mark.parametrize("kind", OF_LAYERS)
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @often(lambda kind, accumulate_steps: accumulate_steps == 2 or kind == "scan")
@@ -258,6 +262,7 @@ def test_a_report_counts_devices_and_nothing_of_weight_zero(cpu_mesh, kind, accu
             np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(mean), rtol=1e-6)
 
 
+@few(1)
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_callbacks_of_a_weighted_loss_run_once(cpu_mesh, is_jitted):
     """Beside layers whose gradients need the weight first: it alone is computed before."""
@@ -285,6 +290,7 @@ def test_callbacks_of_a_weighted_loss_run_once(cpu_mesh, is_jitted):
     assert sorted(calls) == ["layer"] * 6 + ["loss"] * 2 + ["weight"] * 4
 
 
+@pytest.mark.slow
 def test_a_derivative_of_its_own_may_gather_in_a_scan(cpu_mesh):
     """Its backward pass gathers once more; the weight reaches it like any other operand."""
     tx = make_tx(cpu_mesh(2), **OF_LAYERS["scan"])
