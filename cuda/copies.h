@@ -94,9 +94,8 @@ struct CopyPiece {
 //
 //   group       which devices. Between processes negative: a hash of their numbers
 //   execution   XLA's run id: a hash of the compiled program, plus how often it has run; all
-//   devices
-//               of a process have the same. Other processes may have another hash, of the lines
-//               from which they traced the program. So GPUs of several processes, which run
+//               devices of a process have the same. Other processes may have another hash, of the
+//               lines from which they traced the program. So GPUs of several processes, which run
 //               programs in order, count those that copy among each other, and compare how far
 //               their run ids are apart: one number for each program (CopyBoard::RunTogether)
 //   call        the instruction of the program. In one process the address of its attributes, which
