@@ -9,6 +9,8 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``config.py``             ``DistributedConfig``: algorithm, mesh, policy and strategy, all static.
 ``mesh_axes.py``          ``DataParallel``: which mesh axes shard and which replicate. How leaves
                           are cut over tensor axes.
+``transport.py``          ``Transport``: XLA's collectives, or copies between the memory of
+                          devices. Chosen with the config; says what follows for a step.
 ``layers.py``             ``Layers``: what a model gathers itself, in a scan or block by block.
                           ``rest_whole``: what devices hold whole between steps.
 ``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
@@ -27,8 +29,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``block_positions.py``    Which blocks of a leaf a device has, for quantized state and random bits.
 ``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
                           few leaves, outside of ``jax.shard_map``.
-``communication.py``      The transport: XLA's collectives, or copies between the memory of
-                          devices; runs the schedule.
+``communication.py``      Runs the schedule: sums of gradients, and gathers of parameters.
 ``parts_of_gradients.py`` Gradients that arrived in parts: which are added before the update, and
                           which in its kernel.
 ``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.

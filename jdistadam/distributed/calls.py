@@ -61,8 +61,9 @@ def make_calls(
       grad_dtypes: The dtype of the summed gradient of each bucket.
     """
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
+    overlaps = config.transport.overlaps
     for i, bucket in enumerate(layout.buckets):
-        rests_cut = config.communication.is_peer and bucket.is_sharded_param
+        rests_cut = overlaps and bucket.is_sharded_param
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded, rests_cut)
         of_kind.setdefault(kind, []).append(i)
     has_windows = config.updates_early or config.steps_on_host
@@ -74,16 +75,16 @@ def make_calls(
             splits = is_on_host and config.norms is None  # whose sums are of the whole shard
             in_windows += windows(layout, indices, splits=splits)
         else:
-            groups = [indices] if has_windows else _merged(schedule, indices)
+            groups = [indices] if has_windows else _merged(schedule, indices, overlaps)
             whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
-    if config.communication.is_peer:
+    if overlaps:
         whole = _before_their_gathers(whole, needs_all=config.takes_norm_first)
     pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
     calls = [_call(config, STEPPED, x) for x in pieces]
     if has_windows:
         return _gathering_at_the_end(calls, len(layout.buckets))
     indices_of = [tuple(piece.bucket_index for piece in call.pieces) for call in calls]
-    is_sent = [x.gathered_bytes > 0 and not x.is_copied for x in schedule.buckets]
+    is_sent = [x.gathered_bytes > 0 and not overlaps for x in schedule.buckets]
     waits = [(), (), *(tuple(i for i in x if is_sent[i]) for x in indices_of)]
     return [
         dataclasses.replace(call, waits_for=waits[k], gathers=indices_of[k])
@@ -131,21 +132,19 @@ def _before_their_gathers(calls: list[list[Piece]], *, needs_all: bool) -> list[
     return [*others[:first], *gathered, *others[first:]]
 
 
-def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
+def _merged(schedule: Schedule, indices: Sequence[int], overlaps: bool) -> list[list[int]]:
     """Splits buckets, in order, into groups whose gathers XLA merges into one.
 
-    Over peer memory: in the order of their gradients, into groups of about as many bytes, so that
-    copies overlap other groups.
+    If copies overlap updates: in the order of their gradients, into groups of about as many bytes.
     """
-    are_copied = any(schedule.buckets[i].is_copied for i in indices)
-    if are_copied:
+    if overlaps:
         pieces = [[Piece(i, schedule.layout.buckets[i])] for i in indices]
         ordered = _as_gradients_come(pieces, schedule.order or ())
         indices = [piece.bucket_index for (piece,) in ordered]
-    groups, nbytes, most = list[list[int]](), 0, COPIED_BYTES if are_copied else MERGED_BYTES
+    groups, nbytes, most = list[list[int]](), 0, COPIED_BYTES if overlaps else MERGED_BYTES
     for i in indices:
         entry = schedule.buckets[i]
-        added = entry.whole_bytes if are_copied else entry.gathered_bytes
+        added = entry.whole_bytes if overlaps else entry.gathered_bytes
         if not groups or (added and nbytes + added > most):
             groups.append([])
             nbytes = 0

@@ -18,14 +18,14 @@ from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import check_main_dtype
 from jdistadam.core.trees import Params
-from jdistadam.distributed import communication, mesh_axes
+from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.block_positions import check_cuts, whole_size
-from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layers import Layers, rest_whole
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_text import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
+from jdistadam.distributed.transport import OVER_XLA, Transport
 from jdistadam.errors import MeshError, PolicyError
 
 
@@ -49,7 +49,7 @@ class DistributedConfig:
     bucket_bytes: int
     given_param_specs: Any
     layers: Layers | None = None
-    communication: Communication = OVER_XLA
+    transport: Transport = OVER_XLA
     ema_decay: float | None = None
     norm_guard: guards.NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
@@ -151,7 +151,7 @@ class DistributedConfig:
             if leaf.dtype == jnp.float16:
                 check_main_dtype(self.policy.main_params, leaf.path, leaf.dtype)
         _check_param_comm_dtype(self.policy, leaves)
-        if self.communication.is_peer:
+        if self.transport.is_peer:
             _check_copied(leaves)
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
@@ -180,7 +180,7 @@ class DistributedConfig:
         if key not in self._schedules:
             layout = self.layout(whole)
             schedule = make_schedule(
-                layout, self.parallel, self.policy, accumulate_steps, self.groups_of
+                layout, self.parallel, self.policy, accumulate_steps, self.transport
             )
             self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
         return self._schedules[key]
@@ -188,10 +188,6 @@ class DistributedConfig:
     @functools.cached_property
     def _schedules(self) -> dict[Any, Schedule]:
         return {}
-
-    def groups_of(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of devices along axes, if they copy from memory to memory."""
-        return communication.groups_of(self.communication, self.parallel, axes)
 
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout; states carry its digest."""

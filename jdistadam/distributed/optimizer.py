@@ -32,7 +32,6 @@ from jdistadam.distributed.checks import (
     check_ema_decay,
     parse_state_memory,
 )
-from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, parts_of
 from jdistadam.distributed.layers import as_layers
@@ -43,6 +42,7 @@ from jdistadam.distributed.state import DistributedState, StepResult
 from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.step import init_local
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.distributed.transport import choose_transport
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
 
@@ -251,14 +251,14 @@ def distributed(
     )
     on_host = parse_state_memory(state_memory, parts_of(config))
     config = dataclasses.replace(config, on_host=on_host)
-    chosen = choose_communication(
+    transport = choose_transport(
         communication,
         parallel,
         policy,
         updates_early=config.updates_early,
         param_specs=param_specs,
     )
-    config = dataclasses.replace(config, communication=chosen)
+    config = dataclasses.replace(config, transport=transport)
     _check_effects(config)
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)

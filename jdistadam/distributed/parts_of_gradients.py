@@ -24,7 +24,7 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
     device memory, of which devices have equal parts.
     """
     return (
-        config.communication.is_peer
+        config.transport.keeps_parts
         and not (config.parallel.replica_axes or config.on_host)
         and bucket.has_main
         and config.policy.main_params == FLOAT32
@@ -43,8 +43,7 @@ def adding(config: DistributedConfig, call: Call, norm_scale: Any) -> Adding | N
     """How the kernel of a call adds parts; None: they were added before, or never were any."""
     if not steps_on_parts(config, call.buckets[0]):
         return None
-    groups = config.groups_of(config.parallel.shard_axes)
-    cuts = [Cut(x.shard_shape, x.cut_dim, groups) for x in call.buckets]
+    cuts = [Cut(x.shard_shape, x.cut_dim, config.transport.groups) for x in call.buckets]
     return Adding(cuts, norm_scale, is_written_whole(config, call.buckets[0]))
 
 

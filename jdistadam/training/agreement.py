@@ -71,7 +71,7 @@ def agree(
     found = _facts_of(config, params) | facts()
     if lower is not None:
         leaves = dict(zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True))
-        is_copied = config.communication.is_peer
+        is_copied = config.transport.is_peer
         sizes = {
             path: f"shape {x.shape}" if is_copied else f"{x.ndim} dimensions"
             for path, x in leaves.items()
@@ -109,7 +109,7 @@ def _facts_of(config: DistributedConfig, params: Params) -> Facts:
         "sharding_strategy": f"{parallel.strategy} over {parallel.data_axes}",
         "policy": repr(config.policy),
         "moments": str(config.algorithm),
-        "communication": config.communication.transport,
+        "communication": config.transport.name,
         "state_memory": ", ".join(config.on_host) or "device",
     }
     for label, hyper in config.algorithm.groups.hypers.items():
