@@ -41,7 +41,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``main_params.py``        Exact values of params: a state begins with them; params follow them,
                           rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_arrays.py``        ``Part``: what a flat array holds of each parameter. ``Slot``: where a
+``flat_arrays.py``        ``Field``: what a flat array holds of each parameter. ``Slot``: where a
                           shard is in one. Moments in codes.
 ``state_view.py``         ``StateView``: the parts of a state by parameter, outside of
                           ``jax.shard_map``: on the host, and in programs of few leaves.

@@ -71,7 +71,7 @@ class Form:
         return -(-self.size // ALIGNMENT)
 
     @property
-    def places(self) -> list[NamedSharding]:
+    def shardings(self) -> list[NamedSharding]:
         """The sharding of each leaf."""
         return [NamedSharding(self.parallel.mesh, spec) for spec in self.specs]
 
@@ -147,9 +147,9 @@ def inserted(form: Form, flat: Any, offset: int, leaves: Sequence[Any]) -> jax.A
     """
     batches, leaves = form.batches(), list(leaves)
     if len(batches) > 1:
-        (place,) = form.joined.places
+        (sharding,) = form.joined.shardings
         size = form.parallel.size(form.parallel.tensor_axes) * form.joined.starts[-1]
-        whole = jnp.zeros((size,), leaves[0].dtype, device=place)
+        whole = jnp.zeros((size,), leaves[0].dtype, device=sharding)
         for batch in batches:
             starts = np.asarray([form.starts[i] for i in batch], np.int32)
             whole = _joiner(form.some(batch))(whole, starts, [leaves[i] for i in batch])

@@ -26,11 +26,11 @@ FLAT_ARRAYS = (*STEPPED, "ema")
 """The fields of a state that are flat arrays, first those that a kernel steps; others are small."""
 
 
-class Part(NamedTuple):
-    """What a flat array of a state holds of each parameter.
+class Field(NamedTuple):
+    """A field of a state that is a flat array: what it holds of each parameter.
 
     Attributes:
-      name: The field of the state, and the section of a checkpoint.
+      name: Its name, also of the section of a checkpoint.
       codec: How it is stored.
       dtype: The dtype of its leaves outside of the flat array; float32 for codes.
       begins: "zeros", or "params": with their exact values.
@@ -46,17 +46,17 @@ class Part(NamedTuple):
         return self.name != "main_params" or bucket.has_main
 
 
-def parts_of(config: DistributedConfig) -> dict[str, Part]:
-    """Returns the parts of the state of an optimizer by name, in the order of ``FLAT_ARRAYS``."""
+def fields_of(config: DistributedConfig) -> dict[str, Field]:
+    """Returns the flat arrays of an optimizer's state by name, in the order of ``FLAT_ARRAYS``."""
     storage, main = config.algorithm.storage, config.policy.main_params
     moments = [
-        Part(name, storage.codec_of(name), storage.float_dtype(name), "zeros")
+        Field(name, storage.codec_of(name), storage.float_dtype(name), "zeros")
         for name in ("mu", "nu")
     ]
-    mains = [Part("main_params", main, main.dtype, "params")] if main.is_stored else []
-    average = Part("ema", FLOAT32, jnp.dtype(jnp.float32), "params")
+    mains = [Field("main_params", main, main.dtype, "params")] if main.is_stored else []
+    average = Field("ema", FLOAT32, jnp.dtype(jnp.float32), "params")
     averages = [] if config.ema_decay is None else [average]
-    return {part.name: part for part in (*mains, *moments, *averages)}
+    return {field.name: field for field in (*mains, *moments, *averages)}
 
 
 class Slot(NamedTuple):
@@ -76,10 +76,10 @@ class Slot(NamedTuple):
 
 def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None:
     """Returns the slot of a bucket in a field of the state; None: the field does not have it."""
-    part, size = parts_of(config).get(name), aligned(bucket.shard_size)
-    if part is None or not part.has(bucket):
+    field, size = fields_of(config).get(name), aligned(bucket.shard_size)
+    if field is None or not field.has(bucket):
         return None
-    if part.codec.is_coded:
+    if field.codec.is_coded:
         array = "codes" if bucket.is_coded else "floats"
         return Slot(f"{name}.{array}", bucket.moment_offset, size)
     return Slot(name, bucket.offset, size)
@@ -109,20 +109,20 @@ def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
     shape = jax.ShapeDtypeStruct
 
-    def of(part: Part) -> Any:
-        if part.name == "main_params":
-            return shape((layout.main_size,), part.codec.dtype) if layout.main_size else None
+    def of(field: Field) -> Any:
+        if field.name == "main_params":
+            return shape((layout.main_size,), field.codec.dtype) if layout.main_size else None
         size = layout.flat_size
-        if not part.codec.is_coded:
-            return shape((size,), part.codec.dtype)
+        if not field.codec.is_coded:
+            return shape((size,), field.codec.dtype)
         coded = sum(aligned(x.shard_size) for x in layout.buckets if x.is_coded)
         # Neither is zero, because shard_map takes no empty arrays.
         coded, floats = (max(x, ALIGNMENT) for x in (coded, size - coded))
-        scales = shape((part.codec.num_scales(coded),), jnp.float32)
-        return FlatCodes(shape((coded,), part.codec.dtype), scales, shape((floats,), jnp.float32))
+        scales = shape((field.codec.num_scales(coded),), jnp.float32)
+        return FlatCodes(shape((coded,), field.codec.dtype), scales, shape((floats,), jnp.float32))
 
-    found = {name: of(part) for name, part in parts_of(config).items()}
-    return dict.fromkeys(FLAT_ARRAYS) | found
+    types = {name: of(field) for name, field in fields_of(config).items()}
+    return dict.fromkeys(FLAT_ARRAYS) | types
 
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
@@ -143,7 +143,7 @@ def arrays_of(fields: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def field_of(arrays: dict[str, Any], name: str) -> Any:
+def joined_field(arrays: dict[str, Any], name: str) -> Any:
     """Returns a field of a state; the inverse of ``arrays_of``."""
     if name in arrays:
         return arrays[name]
@@ -165,7 +165,7 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)
 
-    def made_on_host(x: Any) -> jax.Array:  # the device need not have room for it
+    def zeros_on_host(x: Any) -> jax.Array:  # the device need not have room for it
         shape = (devices * x.shape[0],)
         with jax.transfer_guard_host_to_device("allow"):  # from the host to its pinned memory
             return jax.make_array_from_callback(
@@ -173,7 +173,7 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
             )
 
     if name in config.on_host:
-        return jax.tree.map(made_on_host, types)
+        return jax.tree.map(zeros_on_host, types)
     return jax.jit(make, out_shardings=sharding)()
 
 

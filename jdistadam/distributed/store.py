@@ -15,7 +15,7 @@ import jax
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.calls import Call
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import Slot, arrays_of, field_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import Slot, arrays_of, joined_field, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState
 
@@ -88,7 +88,7 @@ class Store:
         """Returns the state with the new arrays, after the last call."""
         for i, call in enumerate(self._streamed):
             self._replace(call, self._stream.whole(i))
-        new = {name: field_of(self._arrays, name) for name in self._names}
+        new = {name: joined_field(self._arrays, name) for name in self._names}
         return self._state._replace(**new)
 
     def _replace(self, call: Call, new: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import STEPPED, parts_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import STEPPED, fields_of, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import DIGEST_SIZE
 from jdistadam.distributed.norms import holds_several
@@ -174,7 +174,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
         **{name: of_arrays[name] for name in STEPPED},
         "scalars": 4 * scalars + DIGEST_SIZE,
     }
-    others = [name for name in parts_of(config) if name not in STEPPED]
+    others = [name for name in fields_of(config) if name not in STEPPED]
     return held | {name: of_arrays[name] for name in others}
 
 

@@ -45,4 +45,4 @@ def test_slots_fill_every_array_without_gaps(place, policy, options):
             first, *_ = jax.tree.leaves(x)
             assert first.size == max(ends[name], ALIGNMENT), name
     fields = flat_arrays.arrays_of(types)
-    assert types == {name: flat_arrays.field_of(fields, name) for name in types}
+    assert types == {name: flat_arrays.joined_field(fields, name) for name in types}
