@@ -25,7 +25,7 @@ The files of this folder and their concepts, in the order in which data pass thr
                           has it in one page.
 ``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
-``packing.py``            Leaves into buckets and back. ``Piece``: a bucket, or a part of one.
+``packing.py``            Leaves into buckets and back. ``Span``: what a kernel call steps.
 ``block_positions.py``    Which blocks of a leaf a device has, for quantized state and random bits.
 ``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
                           few leaves, outside of ``jax.shard_map``.
@@ -41,12 +41,19 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``main_params.py``        Exact values of params: a state begins with them; params follow them,
                           rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_arrays.py``        ``Field``: what a flat array holds of each parameter. ``Slot``: where a
-                          shard is in one. Moments in codes.
+``flat_arrays.py``        ``Field``: what a flat array holds of each parameter. ``Window``: where
+                          a span is in one. Moments in codes.
 ``state_view.py``         ``StateView``: the parts of a state by parameter, outside of
                           ``jax.shard_map``: on the host, and in programs of few leaves.
 ``global_arrays.py``      Arrays outside of programs: copied, placed, fetched to the host.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================
+
+Words for some of an array:
+
+- A *shard* is what one device has of an array that mesh axes cut.
+- A *part* of a gradient is what one device adds to a shard of the sum over devices.
+- A *span* is a device's shard of a bucket, or a range of it: what a kernel call steps.
+- A *window* is a range of a flat array: a span there, or consecutive ones that move together.
 """

@@ -4,6 +4,8 @@ A device's shard of a bucket then consists of whole blocks of ``BLOCK`` elements
 to one leaf and is contiguous in the row-major order of the whole leaf, even if the leaf is sharded.
 A leaf that is scattered in place is split at up to two levels: over the data axes and over tensor
 axes. For a packed bucket, a table gives the leaf of each block and the block's number in that leaf.
+
+A *piece* is what a shard has of a leaf without a gap, as in cuda/quantized.h.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jdistadam.core import collectives
 from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.packing import Piece
+from jdistadam.distributed.packing import Span
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.operands import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
@@ -89,27 +91,27 @@ def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
 
 def positions_of(
     layout: Layout,
-    pieces: Sequence[Piece],
+    spans: Sequence[Span],
     parallel: DataParallel,
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> tuple[LeafPositions, tuple[int, ...]]:
-    """Returns the positions of pieces for the kernel, and the start of their tables.
+    """Returns the positions of spans for the kernel, and the start of their tables.
 
     Args:
       layout: The layout.
-      pieces: The pieces of one kernel call.
+      spans: The spans of one kernel call.
       parallel: The axes over which the state is sharded.
       cutting_axes: The axes to which ``Leaf.cuts`` refers.
       tensor_parts: Their sizes.
     """
     parts, tables, begins, end = [], [], list[int](), 0
-    for piece in pieces:
-        first = layout.leaves[piece.bucket.leaves[0]]
-        index = collectives.axis_index(parallel.without(piece.bucket.tensor_axes).state_axes)
+    for span in spans:
+        first = layout.leaves[span.bucket.leaves[0]]
+        index = collectives.axis_index(parallel.without(span.bucket.tensor_axes).state_axes)
         parts.append(jnp.stack([index, _tensor_part(first, cutting_axes)]))
-        if piece.bucket.is_packed and (piece.start is None or first.has_blocks):
-            table = _table(layout, piece, index, cutting_axes, tensor_parts)
+        if span.bucket.is_packed and (span.start is None or first.has_blocks):
+            table = _table(layout, span, index, cutting_axes, tensor_parts)
             tables.append(table)
             begins.append(end)
             end += table.shape[0]
@@ -121,18 +123,18 @@ def positions_of(
 
 def _table(
     layout: Layout,
-    piece: Piece,
+    span: Span,
     index: Any,
     cutting_axes: Sequence[str],
     tensor_parts: Sequence[int],
 ) -> jax.Array:
-    """The leaf of each block of a piece, and the block's number there."""
-    bucket = piece.bucket
+    """The leaf of each block of a span, and the block's number there."""
+    bucket = span.bucket
     leaves = [layout.leaves[i] for i in bucket.leaves]
-    if piece.start is None:
+    if span.start is None:
         which, block = _blocks_of_leaves(layout, bucket, index)
     else:
-        block = _blocks_of_part(layout, piece, index)
+        block = _blocks_of_range(layout, span, index)
         which = jnp.zeros_like(block)
     # Blocks of the parts that tensor axes cut become blocks of whole leaves.
     cuts = np.asarray([_tensor_cut(leaf, tensor_parts) for leaf in leaves]) // BLOCK
@@ -145,12 +147,12 @@ def _table(
     return jnp.stack([jnp.asarray(bucket.leaves)[which], block], axis=1).astype(jnp.uint32)
 
 
-def _blocks_of_part(layout: Layout, piece: Piece, index: Any) -> jax.Array:
-    """For each block of a part of a shard: its number in the device's part of the leaf."""
-    assert piece.start is not None
-    bucket = layout.buckets[piece.bucket_index]
-    num_blocks = -(-piece.bucket.shard_size // BLOCK)
-    here = piece.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
+def _blocks_of_range(layout: Layout, span: Span, index: Any) -> jax.Array:
+    """For each block of a range of a shard: its number in the device's part of the leaf."""
+    assert span.start is not None
+    bucket = layout.buckets[span.bucket_index]
+    num_blocks = -(-span.bucket.shard_size // BLOCK)
+    here = span.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
     num_shards = layout.num_shards_of(bucket)
     if num_shards == 1:
         return here
@@ -163,6 +165,6 @@ def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, 
     """For each block: its leaf in the bucket, and its number in the device's part of the leaf."""
     num_blocks = bucket.shard_size // BLOCK if bucket.leaf_alignment > 1 else 0
     starts = np.asarray(bucket.starts(layout.leaves[i].size for i in bucket.leaves)[:-1]) // BLOCK
-    place = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
-    found = jnp.searchsorted(jnp.asarray(starts, jnp.int32), place, side="right") - 1
-    return found, place - jnp.asarray(starts, jnp.int32)[found]
+    number = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
+    which = jnp.searchsorted(jnp.asarray(starts, jnp.int32), number, side="right") - 1
+    return which, number - jnp.asarray(starts, jnp.int32)[which]

@@ -163,7 +163,7 @@ def _extractor(form: Form) -> Any:
     """A program that cuts the leaves of a bucket out of a flat array, from a row on."""
 
     def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
-        shard = memory.cut_lines(flat, row, form.num_rows, ALIGNMENT)[: form.size]
+        shard = memory.cut_rows(flat, row, form.num_rows, ALIGNMENT)[: form.size]
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.parallel.state_axes, dim=0, to="varying")
@@ -191,7 +191,7 @@ def _inserter(form: Form) -> Any:
         rows = jnp.pad(shard, (0, form.num_rows * ALIGNMENT - form.size))
         if form.codec.is_stored:
             _, rows = form.codec.split(rows.astype(jnp.float32), jnp.bfloat16, jnp)
-        return rows if flat is None else memory.put_lines(flat, rows, row, ALIGNMENT)
+        return rows if flat is None else memory.put_rows(flat, rows, row, ALIGNMENT)
 
     return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)
 

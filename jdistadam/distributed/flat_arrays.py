@@ -1,7 +1,7 @@
 """The flat arrays of a state, and moments that are decoded and encoded.
 
 A moment is one flat array of floats, or two: the codes of all coded leaves, and the moments of all
-other leaves. A ``Slot`` says in which array a bucket's shard is, and where.
+other leaves. A ``Window`` says in which array a bucket's shard is, and where.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def fields_of(config: DistributedConfig) -> dict[str, Field]:
     return {field.name: field for field in (*mains, *moments, *averages)}
 
 
-class Slot(NamedTuple):
-    """Where a device's shard of a bucket, or a part of one, is in a flat array.
+class Window(NamedTuple):
+    """Where a span, or a device's whole shard of a bucket, is in a flat array.
 
     Attributes:
       array: The array: a field of the state, or "mu.codes", which has the scales too, "mu.floats",
         "nu.codes" or "nu.floats".
       start: Its first element.
-      size: Elements, up to the next slot.
+      size: Elements, up to the next window.
     """
 
     array: str
@@ -74,15 +74,15 @@ class Slot(NamedTuple):
     size: int
 
 
-def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None:
-    """Returns the slot of a bucket in a field of the state; None: the field does not have it."""
+def window_of(config: DistributedConfig, name: str, bucket: Bucket) -> Window | None:
+    """Returns the window of a bucket in a field of the state; None: the field lacks it."""
     field, size = fields_of(config).get(name), aligned(bucket.shard_size)
     if field is None or not field.has(bucket):
         return None
     if field.codec.is_coded:
         array = "codes" if bucket.is_coded else "floats"
-        return Slot(f"{name}.{array}", bucket.moment_offset, size)
-    return Slot(name, bucket.offset, size)
+        return Window(f"{name}.{array}", bucket.moment_offset, size)
+    return Window(name, bucket.offset, size)
 
 
 class FlatCodes(NamedTuple):
@@ -127,13 +127,13 @@ def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
     """Returns a bucket's shard of a flat array of floats, on the device."""
-    num_lines = -(-bucket.shard_size // ALIGNMENT)
-    lines = memory.cut_lines(flat, bucket.offset // ALIGNMENT, num_lines, ALIGNMENT)
-    return lines[: bucket.shard_size].reshape(bucket.shard_shape)
+    num_rows = -(-bucket.shard_size // ALIGNMENT)
+    rows = memory.cut_rows(flat, bucket.offset // ALIGNMENT, num_rows, ALIGNMENT)
+    return rows[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
 def arrays_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of some fields of a state under the names that slots have for them."""
+    """Returns the arrays of some fields of a state under the names that windows have for them."""
     arrays = dict[str, Any]()
     for name, x in fields.items():
         if is_flat_codes(x):
@@ -219,7 +219,7 @@ def _program_key(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[
 def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array) -> jax.Array:
         def cut(x: jax.Array, size: int) -> jax.Array:
-            return memory.cut_lines(x, block, num_blocks, size)
+            return memory.cut_rows(x, block, num_blocks, size)
 
         if not is_coded:
             return cut(moment.floats, BLOCK)
@@ -234,7 +234,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array, shard: jax.Array) -> FlatCodes:
         def put(x: jax.Array, new: jax.Array, size: int) -> jax.Array:
-            return memory.put_lines(x, new, block, size)
+            return memory.put_rows(x, new, block, size)
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))

@@ -78,11 +78,11 @@ def added(
     for call in make_calls(config, schedule, [x.dtype for x in arrays]):
         if not all_of_them and are_all_parts and steps_on_parts(config, call.buckets[0]):
             continue
-        of_call = [piece.bucket_index for piece in call.pieces]
+        of_call = [span.bucket_index for span in call.spans]
         indices = [i for i in of_call if isinstance(arrays[i], Parts)]
         if not indices:
             continue
         sums = sum_parts([arrays[i] for i in indices], scale)
-        for i, total, found in zip(indices, *sums, strict=True):
-            arrays[i], tiles[i] = total, found
+        for i, total, of_total in zip(indices, *sums, strict=True):
+            arrays[i], tiles[i] = total, of_total
     return grads._replace(arrays=arrays), tiles if are_all_parts else ()

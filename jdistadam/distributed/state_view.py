@@ -128,13 +128,13 @@ class StateView:
             return begun_shard(config, field, buckets, jax.tree.leaves(tree), main)
 
         def in_windows(tree: Params, main: Any, new: Any) -> Any:
-            for window in calls.windows(self.layout, splits=False):
-                if slots := calls.slots_of(config, name, window):
-                    of_main = calls.slots_of(config, "main_params", window)
+            for spans in calls.consecutive_spans(self.layout, splits=False):
+                if windows := calls.windows_of(config, name, spans):
+                    of_main = calls.windows_of(config, "main_params", spans)
                     kept = host_memory.cut(main, of_main) if of_main and main is not None else None
-                    some = [piece.bucket for piece in window if field.has(piece.bucket)]
+                    some = [span.bucket for span in spans if field.has(span.bucket)]
                     begun = begun_shard(config, field, some, jax.tree.leaves(tree), kept)
-                    new = host_memory.put(new, begun, slots)
+                    new = host_memory.put(new, begun, windows)
             return new
 
         mapped = functools.partial(compat.shard_map, mesh=config.mesh, out_specs=flat)

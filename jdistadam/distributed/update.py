@@ -95,14 +95,14 @@ def update_shards(
         )
         squares.append((call.buckets, new.squares))
         store.put(call, {name: getattr(new, name)[0] for name in taken.arrays})
-        for piece, part in zip(call.pieces, new.params, strict=True):
-            new_by_start[piece.bucket_index][piece.start or 0] = part
-        for piece, found in zip(call.pieces, new.tiles, strict=False):  # of added parts
-            tiles[piece.bucket_index] = found
+        for span, of_span in zip(call.spans, new.params, strict=True):
+            new_by_start[span.bucket_index][span.start or 0] = of_span
+        for span, of_sum in zip(call.spans, new.tiles, strict=False):  # of added parts
+            tiles[span.bucket_index] = of_sum
         for i in call.gathers:
-            part, is_whole = packing.joined(buckets[i], new_by_start[i]), written_whole[i]
-            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], part, is_whole)
-            shards[i] = None if is_whole else part
+            shard, is_whole = packing.joined(buckets[i], new_by_start[i]), written_whole[i]
+            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], shard, is_whole)
+            shards[i] = None if is_whole else shard
     return ShardUpdate(store.state(), shards, gathered, squares, tiles)
 
 
@@ -116,7 +116,7 @@ def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]
 def _arrays(call: Call, grads: Sequence[Any], old: Sequence[Any], taken: Taken) -> Arrays:
     """The arrays of a kernel call; those of the state are flat."""
     of_grads, of_params = (
-        [piece.of(x[piece.bucket_index]) for piece in call.pieces] for x in (grads, old)
+        [span.of(x[span.bucket_index]) for span in call.spans] for x in (grads, old)
     )
     main, mu, nu = ((taken.arrays.get(name),) for name in STEPPED)
     return Arrays(of_grads, of_params, main, mu, nu)
@@ -153,7 +153,7 @@ def _rounding_of(
     if not storage.is_any:
         return None, None
     positions, tables = block_positions.positions_of(
-        layout, call.pieces, config.parallel, config.cutting_axes, config.cutting_parts
+        layout, call.spans, config.parallel, config.cutting_axes, config.cutting_parts
     )
     spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
