@@ -19,7 +19,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``layout_text.py``        The text of a layout, and its digest, which every state carries.
 ``state.py``              ``DistributedState``: flat arrays, scalars, the digest of the layout.
 ``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
-``shard.py``              ``Shard``: a device's part of a parameter, as a type.
+``shard.py``              ``Shard``: what a device has of a parameter, as a type.
 ``gather_params.py``      Gathers shards before the loss; reduces gradients to summed shards.
 ``step.py``               ``step_local``: the step, from gradients to new parameters. CONTRIBUTING
                           has it in one page.
@@ -43,7 +43,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``average.py``            The moving average of the exact parameters.
 ``flat_arrays.py``        ``Field``: what a flat array holds of each parameter. ``Window``: where
                           a span is in one. Moments in codes.
-``state_view.py``         ``StateView``: the parts of a state by parameter, outside of
+``state_view.py``         ``StateView``: fields of a state by parameter, outside of
                           ``jax.shard_map``: on the host, and in programs of few leaves.
 ``global_arrays.py``      Arrays outside of programs: copied, placed, fetched to the host.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
@@ -53,7 +53,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 Words for some of an array:
 
 - A *shard* is what one device has of an array that mesh axes cut.
-- A *part* of a gradient is what one device adds to a shard of the sum over devices.
+- A *part* of a gradient is what one device adds to the shard of another, or to its own.
 - A *span* is a device's shard of a bucket, or a range of it: what a kernel call steps.
 - A *window* is a range of a flat array: a span there, or consecutive ones that move together.
 """

@@ -55,7 +55,7 @@ class Form:
     shard_shape: tuple[int, ...]
     padding: int
     starts: tuple[int, ...]  # of leaves in a packed bucket, and the end of the last one
-    shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel part
+    shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel shard
     specs: tuple[P, ...]
     flat_spec: P  # of the flat array
     codec: Codec = NOTHING  # in which leaves are stored that are put in as exact values
@@ -84,7 +84,7 @@ class Form:
 
     @property
     def joined_spec(self) -> P:
-        """The PartitionSpec of that array: each tensor-parallel part has its own."""
+        """The PartitionSpec of that array: each tensor-parallel shard has its own."""
         return P(self.parallel.tensor_axes) if self.parallel.tensor_axes else P()
 
     def batches(self) -> list[list[int]]:
@@ -98,7 +98,7 @@ class Form:
         return Form(self.parallel, True, (), 0, (), shapes, specs, self.flat_spec)
 
     def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
-        """Compiles a function of each device's part."""
+        """Compiles a function of each device's shards."""
         mesh = self.parallel.mesh
         mapped = compat.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, **kwargs)

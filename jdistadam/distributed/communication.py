@@ -20,11 +20,11 @@ def sum_gradients(phases: Sequence[Phase], x: jax.Array, dim: int) -> jax.Array:
 
     Args:
       phases: The remaining "reduce" and "reduce_outer" phases.
-      x: This device's contribution, or its part of a partial sum.
-      dim: The dimension along which the sum is cut, if each device keeps a part.
+      x: This device's contribution, or its shard of a partial sum.
+      dim: The dimension along which the sum is cut, if each device keeps a shard.
 
     Returns:
-      The sum, or this device's part of it.
+      The sum, or this device's shard of it.
     """
     for phase in phases:
         x = _sum_phase(phase, x, dim) if phase else x
@@ -63,22 +63,22 @@ def _sum_phase(phase: Phase, x: jax.Array, dim: int) -> jax.Array:
         return collectives.reduce_scatter(x, first.axes, dim=dim, comm_dtype=first.dtype)
     if last.op != "all-gather":
         return _exchange_and_sum(phase, x, dim)
-    # The same sums on all devices: each sums a part of the array, then they gather the parts.
+    # The same sums on all devices: each sums a shard of the array, then they gather the shards.
     flat = jnp.pad(x.reshape(-1), (0, -x.size % last.devices))
-    part = _exchange_and_sum(phase[:-1], flat, 0)
-    return collectives.all_gather(part, last.axes, dim=0)[: x.size].reshape(x.shape)
+    shard = _exchange_and_sum(phase[:-1], flat, 0)
+    return collectives.all_gather(shard, last.axes, dim=0)[: x.size].reshape(x.shape)
 
 
 def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
-    """Returns this device's part of the sum, added pairwise in float32 along one axis at a time.
+    """Returns this device's shard of the sum, added pairwise in float32 along one axis at a time.
 
     Contributions are rounded once to the dtype of the first exchange; partial sums stay float32.
     """
     if exchanges[0].groups:
         return sum_parts([_exchanged(exchanges, x, dim)]).sums[0]
     sizes = [c.devices for c in reversed(exchanges)]  # in the order of the axes, outermost first
-    part = x.shape[dim] // math.prod(sizes)
-    shape = (*x.shape[:dim], *sizes, part, *x.shape[dim + 1 :])
+    length = x.shape[dim] // math.prod(sizes)
+    shape = (*x.shape[:dim], *sizes, length, *x.shape[dim + 1 :])
     x = collectives.keep_cast(x.reshape(shape), exchanges[0].dtype)
     for position, exchange in zip(reversed(range(len(sizes))), exchanges, strict=True):
         received = collectives.all_to_all(x, *exchange.axes, dim=dim + position)

@@ -241,7 +241,7 @@ def distributed(
         loss_scale=loss_scale,
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
-        given_param_specs=param_specs,
+        param_specs=param_specs,
         layers=layers,
         ema_decay=ema_decay,
         norm_guard=norm_guard,

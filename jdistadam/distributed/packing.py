@@ -67,7 +67,7 @@ def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
 def state_shard(
     parallel: DataParallel, bucket: Bucket, params: Sequence[Any], dtype: Any
 ) -> jax.Array:
-    """Returns the part of a bucket's parameters that matches this device's state."""
+    """Returns the shard of a bucket's parameters that matches this device's state."""
     array = bucket_array(bucket, params, dtype)
     axes = axes_left_to_cut(parallel, bucket, array.shape)
     if not axes:
@@ -92,13 +92,13 @@ def axes_left_to_cut(
 
 def flat_of(buckets: Sequence[Bucket], shards: Sequence[Any], dtype: Any) -> jax.Array:
     """Puts one device's shards of consecutive buckets into an array; gaps are zero."""
-    parts, end = [jnp.zeros((0,), dtype)], 0
+    arrays, end = [jnp.zeros((0,), dtype)], 0
     for bucket, shard in zip(buckets, shards, strict=True):
         start = bucket.offset - buckets[0].offset
-        parts += [jnp.zeros((start - end,), dtype), shard.reshape(-1)]
+        arrays += [jnp.zeros((start - end,), dtype), shard.reshape(-1)]
         end = start + bucket.shard_size
-    parts.append(jnp.zeros((aligned(end) - end,), dtype))
-    return jnp.concatenate(parts)
+    arrays.append(jnp.zeros((aligned(end) - end,), dtype))
+    return jnp.concatenate(arrays)
 
 
 def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, jax.Array]]:

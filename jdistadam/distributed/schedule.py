@@ -212,8 +212,8 @@ def make_schedule(
       >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
       >>> layout = make_layout([Leaf("w", (512, 64), jnp.dtype("float32"), 0)], 4, 1 << 20)
       >>> parallel = DataParallel(mesh, ("data",))
-      >>> made = make_schedule(layout, parallel, MixedPrecisionPolicy(), 1, OVER_XLA)
-      >>> for c in made.collectives:
+      >>> schedule = make_schedule(layout, parallel, MixedPrecisionPolicy(), 1, OVER_XLA)
+      >>> for c in schedule.collectives:
       ...     print(c.op, c.dtype, c.axes, c.elements, c.when)
       reduce-scatter float32 ('data',) 32768 step
       all-gather float32 ('data',) 32768 step
@@ -308,7 +308,7 @@ class _PhaseMaker:
     def reduce_scatter(
         self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Phase:
-        """Sums an array; each device keeps a part. Nothing is sent along no axes."""
+        """Sums an array; each device keeps a shard. Nothing is sent along no axes."""
         if self.policy.grad_reduce_dtype is None and axes:
             return (self._one("reduce-scatter", paths, elements, axes, dtype),)
         exchanges = []

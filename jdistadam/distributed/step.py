@@ -33,7 +33,7 @@ from jdistadam.kernels.parts import Parts
 
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
-    """This device's part of the initial state; ``params`` are whole, or shards."""
+    """This device's shard of the initial state; ``params`` are whole, or shards."""
     arrays, leaves = types_of_arrays(config, layout), jax.tree.leaves(params)
     axes, storage = config.parallel.cut_axes, config.algorithm.storage
     for name, field in fields_of(config).items():

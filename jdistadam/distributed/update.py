@@ -29,7 +29,7 @@ class ShardUpdate(NamedTuple):
 
     Attributes:
       state: The state with new main parameters and moments.
-      shards: New parameters of each bucket, for this device's part of the state; None where they
+      shards: New parameters of each bucket, for this device's shard of the state; None where they
         were written into the whole array, and the state has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
       tiles: Of each bucket whose parts the update added, the tiles of the norm of the sum.
@@ -62,7 +62,7 @@ def update_shards(
       config: The configuration.
       schedule: The schedule of the params.
       scalars: The scalars of the kernel calls.
-      grads: This device's part of the summed gradient of each bucket, or the parts of it.
+      grads: This device's shard of the summed gradient of each bucket, or its parts.
       state: The state.
       params: Leaves of the params, in the form that this device holds.
       norm_scale: The factor of sums in the norm of gradients whose parts it adds.
@@ -153,13 +153,13 @@ def _rounding_of(
     if not storage.is_any:
         return None, None
     positions, tables = block_positions.positions_of(
-        layout, call.spans, config.parallel, config.cutting_axes, config.cutting_parts
+        layout, call.spans, config.parallel, config.cutting_axes, config.cutting_sizes
     )
     spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
         cuts=tuple(
-            block_positions.partition_of(layout, x, config.cutting_parts) for x in call.buckets
+            block_positions.partition_of(layout, x, config.cutting_sizes) for x in call.buckets
         ),
         tables=tables,
     )

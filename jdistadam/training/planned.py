@@ -94,13 +94,13 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns the tables."""
-        parts = [(name, "held", size) for name, size in self.held.items()]
-        parts += [("total", "held", self.held_bytes)]
-        parts += [(name, "on the host", size) for name, size in self.on_host.items()]
-        parts += [(name, "in a step", size) for name, size in self._in_a_step.items()]
-        parts += [("total", "at most", self.step_bytes)]
+        rows = [(name, "held", size) for name, size in self.held.items()]
+        rows += [("total", "held", self.held_bytes)]
+        rows += [(name, "on the host", size) for name, size in self.on_host.items()]
+        rows += [(name, "in a step", size) for name, size in self._in_a_step.items()]
+        rows += [("total", "at most", self.step_bytes)]
         lines = [f"{'on each device':<24} {'when':<11} {'size':>12}"]
-        lines += [f"{name:<24} {when:<11} {size_text(size):>12}" for name, when, size in parts]
+        lines += [f"{name:<24} {when:<11} {size_text(size):>12}" for name, when, size in rows]
         transport = f"communication: {self.communication}"
         return "\n".join(
             [*lines, "", self._summary(), "", format_collectives(self.collectives), transport]
