@@ -243,10 +243,10 @@ class TrainStep:
           start gather of 0.131 MB: w float32[512,64]
           wait for w float32[512,64]
         """
-        found = list[Ordered]()
+        orders = list[Ordered]()
         batch = self._gate.admit_types(state, batch)
-        jax.eval_shape(dataclasses.replace(self._step, seen=found.append), state, batch)
-        return "\n".join(found[-1].lines) if found else ""
+        jax.eval_shape(dataclasses.replace(self._step, seen=orders.append), state, batch)
+        return "\n".join(orders[-1].lines) if orders else ""
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.
