@@ -145,7 +145,7 @@ class Group:
         record["collectives"] = _collectives(program.as_text())
         self.variants[name].program = program
         if tx := getattr(self.variants[name], "tx", None):
-            record["communication"] = str(tx.config.communication)
+            record["communication"] = str(tx.config.transport)
         if tried := _record_of(self.tried[name]):
             record |= {"flags": flags, "tried": tried}
 

@@ -98,10 +98,10 @@ class FlatAdam:
         self.config, self.layout = tx.config, self.view.layout
         self.state, self._starts_anew = state, starts_anew
         # As files have them: main parameters last, also if the state has none.
-        others = (name for name in self.view.parts if name != "main_params")
+        others = (name for name in self.view.fields if name != "main_params")
         self.sections = (*others, "main_params")
-        config, kept = tx.config, self.view.parts
-        as_params = frozenset(name for name, part in kept.items() if part.begins == "params")
+        config, kept = tx.config, self.view.fields
+        as_params = frozenset(name for name, field in kept.items() if field.begins == "params")
         placed = jax.tree.leaves(tx.param_shardings(params))
         sent = sent_dtypes(config.schedule(config.tensor_local(params)))
         named = zip(parts.leaves("params", params), placed, sent, strict=True)
@@ -109,13 +109,14 @@ class FlatAdam:
         self.units: list[tuple[Any, list[Param]]] = []
         for bucket in self.layout.buckets:
             mine = [rest.pop(i) for i in bucket.leaves]
-            for param, place in zip(mine, self.view.form(bucket).places, strict=True):
-                param.exact_at, param.begin_as_params = place, as_params
-                for name in (name for name, part in kept.items() if part.has(bucket)):
+            for param, sharding in zip(mine, self.view.form(bucket).shardings, strict=True):
+                param.exact_at, param.begin_as_params = sharding, as_params
+                for name in (name for name, field in kept.items() if field.has(bucket)):
                     if name == "main_params":
                         param.kind, param.main = kept[name].codec, state.main_params
                         continue
-                    like = jax.ShapeDtypeStruct(param.like.shape, kept[name].dtype, sharding=place)
+                    dtype = kept[name].dtype
+                    like = jax.ShapeDtypeStruct(param.like.shape, dtype, sharding=sharding)
                     param.moments[name] = like
             self.units.append((bucket, mine))
         self.units += [(None, [param]) for param in rest.values()]

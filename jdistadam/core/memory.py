@@ -43,32 +43,32 @@ def from_host(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def cut_lines(x: Any, first: Any, num_lines: int, width: int) -> jax.Array:
-    """Returns some lines of a flat array on the device; the array may be on the host.
+def cut_rows(x: Any, first: Any, num_rows: int, width: int) -> jax.Array:
+    """Returns some rows of a flat array on the device; the array may be on the host.
 
-    Lines, because the index of an element may exceed 2^31. A slice of the whole array would be a
+    Rows, because the index of an element may exceed 2^31. A slice of the whole array would be a
     bitcast between memories to XLA, which rejects it.
 
     Args:
       x: The flat array.
-      first: The first line.
-      num_lines: The number of lines.
-      width: Elements per line.
+      first: The first row.
+      num_rows: The number of rows.
+      width: Elements per row.
     """
-    if x.size == num_lines * width:
+    if x.size == num_rows * width:
         return to_device(x)
-    lines = lax.dynamic_slice_in_dim(x.reshape(-1, width), first, num_lines)
-    return to_device(lines).reshape(-1)
+    rows = lax.dynamic_slice_in_dim(x.reshape(-1, width), first, num_rows)
+    return to_device(rows).reshape(-1)
 
 
-def put_lines(x: Any, new: Any, first: Any, width: int) -> jax.Array:
-    """Returns a flat array in either memory with some lines replaced, in place if donated.
+def put_rows(x: Any, new: Any, first: Any, width: int) -> jax.Array:
+    """Returns a flat array in either memory with some rows replaced, in place if donated.
 
     Args:
       x: The flat array.
-      new: The updated lines, as ``cut_lines`` returns them.
-      first: The first line.
-      width: Elements per line.
+      new: The updated rows, as ``cut_rows`` returns them.
+      first: The first row.
+      width: Elements per row.
     """
     new = _to(new.reshape(-1, width), jax.typeof(x).memory_space)
     return lax.dynamic_update_slice_in_dim(x.reshape(-1, width), new, first, 0).reshape(-1)

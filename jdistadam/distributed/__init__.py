@@ -9,6 +9,8 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``config.py``             ``DistributedConfig``: algorithm, mesh, policy and strategy, all static.
 ``mesh_axes.py``          ``DataParallel``: which mesh axes shard and which replicate. How leaves
                           are cut over tensor axes.
+``transport.py``          ``Transport``: XLA's collectives, or copies between the memory of
+                          devices. Chosen with the config; says what follows for a step.
 ``layers.py``             ``Layers``: what a model gathers itself, in a scan or block by block.
                           ``rest_whole``: what devices hold whole between steps.
 ``layout.py``             ``Layout``, ``Bucket``: where every parameter is in the flat state.
@@ -17,18 +19,17 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``layout_text.py``        The text of a layout, and its digest, which every state carries.
 ``state.py``              ``DistributedState``: flat arrays, scalars, the digest of the layout.
 ``model_axes.py``         Makes all mesh axes manual if some were left to XLA.
-``shard.py``              ``Shard``: a device's part of a parameter, as a type.
+``shard.py``              ``Shard``: what a device has of a parameter, as a type.
 ``gather_params.py``      Gathers shards before the loss; reduces gradients to summed shards.
 ``step.py``               ``step_local``: the step, from gradients to new parameters. CONTRIBUTING
                           has it in one page.
 ``checks.py``             Errors for trees, shapes, dtypes and states that do not fit.
 ``accumulate.py``         Gradients over micro-batches, then summed over devices.
-``packing.py``            Leaves into buckets and back. ``Piece``: a bucket, or a part of one.
+``packing.py``            Leaves into buckets and back. ``Span``: what a kernel call steps.
 ``block_positions.py``    Which blocks of a leaf a device has, for quantized state and random bits.
 ``bucket_leaves.py``      The leaves of a bucket out of flat arrays and into them, in programs of
                           few leaves, outside of ``jax.shard_map``.
-``communication.py``      The transport: XLA's collectives, or copies between the memory of
-                          devices; runs the schedule.
+``communication.py``      Runs the schedule: sums of gradients, and gathers of parameters.
 ``parts_of_gradients.py`` Gradients that arrived in parts: which are added before the update, and
                           which in its kernel.
 ``norms.py``              The global norm; norms of leaves and groups, from sums of the kernels.
@@ -40,12 +41,19 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``main_params.py``        Exact values of params: a state begins with them; params follow them,
                           rounded to the model's dtype.
 ``average.py``            The moving average of the exact parameters.
-``flat_arrays.py``        ``Part``: what a flat array holds of each parameter. ``Slot``: where a
-                          shard is in one. Moments in codes.
-``state_view.py``         ``StateView``: the parts of a state by parameter, outside of
+``flat_arrays.py``        ``Field``: what a flat array holds of each parameter. ``Window``: where
+                          a span is in one. Moments in codes.
+``state_view.py``         ``StateView``: fields of a state by parameter, outside of
                           ``jax.shard_map``: on the host, and in programs of few leaves.
 ``global_arrays.py``      Arrays outside of programs: copied, placed, fetched to the host.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.
 ========================  ======================================================================
+
+Words for some of an array:
+
+- A *shard* is what one device has of an array that mesh axes cut.
+- A *part* of a gradient is what one device adds to the shard of another, or to its own.
+- A *span* is a device's shard of a bucket, or a range of it: what a kernel call steps.
+- A *window* is a range of a flat array: a span there, or consecutive ones that move together.
 """

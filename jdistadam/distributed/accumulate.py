@@ -184,7 +184,7 @@ class StepGrads(NamedTuple):
     """Checked gradients, as a step uses them.
 
     Attributes:
-      arrays: This device's part of the sum of every bucket over devices; ``Parts`` if they have
+      arrays: This device's shard of the sum of every bucket over devices; ``Parts`` if they have
         arrived, but are not added yet.
       mean_scale: The factor that turns the sum into the mean, shape (), float32; 1 without
         average_grads.
@@ -258,7 +258,7 @@ def summed_shards(
     includes_outer: bool,
     keeps_parts: bool = False,
 ) -> list[Any]:
-    """Returns this device's part of every bucket's gradient sum over ``shard_axes``.
+    """Returns this device's shard of every bucket's gradient sum over ``shard_axes``.
 
     With ``includes_outer`` also over ``replica_axes``. A ``Shard`` in ``grads`` is already summed
     over ``shard_axes``. With ``keeps_parts``, parts that do not come from XLA are not added.

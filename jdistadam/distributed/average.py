@@ -43,8 +43,8 @@ def with_next_ema(
     store = Store(config, state, moves, shards, after=updated)
     for call in moves:
         taken = store.take(call)
-        before, main = taken.arrays["ema"], taken.part("main_params")
-        new = [piece.of(shards[piece.bucket_index]) for piece in call.pieces]
+        before, main = taken.arrays["ema"], taken.window("main_params")
+        new = [span.of(shards[span.bucket_index]) for span in call.spans]
         values = exact_values(config, call.buckets, new, main)
         # Not d * old + (1 - d) * new: in float32 its weights do not add up to 1, and the average
         # of a constant would drift.

@@ -4,6 +4,8 @@ A device's shard of a bucket then consists of whole blocks of ``BLOCK`` elements
 to one leaf and is contiguous in the row-major order of the whole leaf, even if the leaf is sharded.
 A leaf that is scattered in place is split at up to two levels: over the data axes and over tensor
 axes. For a packed bucket, a table gives the leaf of each block and the block's number in that leaf.
+
+A *piece* is what a shard has of a leaf without a gap, as in cuda/quantized.h.
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ from jdistadam.core import collectives
 from jdistadam.core.codecs import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout, Leaf
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.packing import Piece
+from jdistadam.distributed.packing import Span
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.operands import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
 
 
-def whole_size(leaf: Leaf, tensor_parts: Sequence[int]) -> int:
+def whole_size(leaf: Leaf, cutting_sizes: Sequence[int]) -> int:
     """Returns the number of elements of a leaf before tensor axes cut it."""
-    return leaf.size * math.prod(tensor_parts[k] for axes in leaf.cuts for k in axes)
+    return leaf.size * math.prod(cutting_sizes[k] for axes in leaf.cuts for k in axes)
 
 
-def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
+def check_cuts(leaf: Leaf, cutting_sizes: Sequence[int]) -> None:
     """Raises PolicyError if a tensor axis cuts a leaf inside its blocks."""
     dims = [dim for dim, axes in enumerate(leaf.cuts) if axes]
     if leaf.group is None or not (dims and leaf.size and leaf.has_blocks):
         return
     piece = math.prod(leaf.shape[dims[0] :])
     if len(dims) > 1 or piece % BLOCK:
-        parts = [math.prod(tensor_parts[k] for k in leaf.cuts[dim]) for dim in dims]
+        counts = [math.prod(cutting_sizes[k] for k in leaf.cuts[dim]) for dim in dims]
         advice = "Leave it whole in param_specs"
         if not leaf.is_rounded:
             advice += ", or name it in float32_moments"
@@ -46,12 +48,12 @@ def check_cuts(leaf: Leaf, tensor_parts: Sequence[int]) -> None:
             advice += ", or round to nearest"
         raise PolicyError(
             f"{leaf.path}: is not cut at the ends of blocks, as coded moments and random bits "
-            f"need it: got parts of shape {leaf.shape}, cut into {parts} along dimensions {dims}, "
+            f"need it: got parts of shape {leaf.shape}, cut into {counts} along dimensions {dims}, "
             f"expected one dimension, and pieces of a multiple of {BLOCK} elements. {advice}."
         )
 
 
-def partition_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) -> LeafPartition:
+def partition_of(layout: Layout, bucket: Bucket, cutting_sizes: Sequence[int]) -> LeafPartition:
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
         # A table has the cuts, or nothing depends on them.
@@ -59,7 +61,7 @@ def partition_of(layout: Layout, bucket: Bucket, tensor_parts: Sequence[int]) ->
     piece = _piece(layout, bucket)
     leaf = layout.leaves[bucket.leaf]
     whole = piece * layout.num_shards_of(bucket)
-    return LeafPartition(piece, whole, *_tensor_cut(leaf, tensor_parts))
+    return LeafPartition(piece, whole, *_tensor_cut(leaf, cutting_sizes))
 
 
 def _piece(layout: Layout, bucket: Bucket) -> int:
@@ -72,85 +74,85 @@ def _piece(layout: Layout, bucket: Bucket) -> int:
     )
 
 
-def _tensor_cut(leaf: Leaf, tensor_parts: Sequence[int]) -> tuple[int, int]:
+def _tensor_cut(leaf: Leaf, cutting_sizes: Sequence[int]) -> tuple[int, int]:
     """Elements in one piece, and elements of the uncut leaf from one piece to the next."""
     for dim, axes in enumerate(leaf.cuts):
         if axes:
             piece = math.prod(leaf.shape[dim:])
-            return piece, piece * math.prod(tensor_parts[k] for k in axes)
+            return piece, piece * math.prod(cutting_sizes[k] for k in axes)
     return leaf.size, leaf.size
 
 
-def _tensor_part(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
-    """The number of this device's part of the leaf over tensor axes."""
+def _tensor_index(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
+    """The number of this device's shard of the leaf over tensor axes."""
     axes = tuple(cutting_axes[k] for cut in leaf.cuts for k in cut)
     return collectives.axis_index(axes) if axes else jnp.int32(0)
 
 
 def positions_of(
     layout: Layout,
-    pieces: Sequence[Piece],
+    spans: Sequence[Span],
     parallel: DataParallel,
     cutting_axes: Sequence[str],
-    tensor_parts: Sequence[int],
+    cutting_sizes: Sequence[int],
 ) -> tuple[LeafPositions, tuple[int, ...]]:
-    """Returns the positions of pieces for the kernel, and the start of their tables.
+    """Returns the positions of spans for the kernel, and the start of their tables.
 
     Args:
       layout: The layout.
-      pieces: The pieces of one kernel call.
+      spans: The spans of one kernel call.
       parallel: The axes over which the state is sharded.
       cutting_axes: The axes to which ``Leaf.cuts`` refers.
-      tensor_parts: Their sizes.
+      cutting_sizes: Their sizes.
     """
-    parts, tables, begins, end = [], [], list[int](), 0
-    for piece in pieces:
-        first = layout.leaves[piece.bucket.leaves[0]]
-        index = collectives.axis_index(parallel.without(piece.bucket.tensor_axes).state_axes)
-        parts.append(jnp.stack([index, _tensor_part(first, cutting_axes)]))
-        if piece.bucket.is_packed and (piece.start is None or first.has_blocks):
-            table = _table(layout, piece, index, cutting_axes, tensor_parts)
+    numbers, tables, begins, end = [], [], list[int](), 0
+    for span in spans:
+        first = layout.leaves[span.bucket.leaves[0]]
+        index = collectives.axis_index(parallel.without(span.bucket.tensor_axes).state_axes)
+        numbers.append(jnp.stack([index, _tensor_index(first, cutting_axes)]))
+        if span.bucket.is_packed and (span.start is None or first.has_blocks):
+            table = _table(layout, span, index, cutting_axes, cutting_sizes)
             tables.append(table)
             begins.append(end)
             end += table.shape[0]
         else:
             begins.append(-1)
     blocks = jnp.concatenate(tables) if tables else jnp.zeros((1, 2), jnp.uint32)
-    return LeafPositions(jnp.stack(parts), blocks), tuple(begins)
+    return LeafPositions(jnp.stack(numbers), blocks), tuple(begins)
 
 
 def _table(
     layout: Layout,
-    piece: Piece,
+    span: Span,
     index: Any,
     cutting_axes: Sequence[str],
-    tensor_parts: Sequence[int],
+    cutting_sizes: Sequence[int],
 ) -> jax.Array:
-    """The leaf of each block of a piece, and the block's number there."""
-    bucket = piece.bucket
+    """The leaf of each block of a span, and the block's number there."""
+    bucket = span.bucket
     leaves = [layout.leaves[i] for i in bucket.leaves]
-    if piece.start is None:
+    if span.start is None:
         which, block = _blocks_of_leaves(layout, bucket, index)
     else:
-        block = _blocks_of_part(layout, piece, index)
+        block = _blocks_of_range(layout, span, index)
         which = jnp.zeros_like(block)
-    # Blocks of the parts that tensor axes cut become blocks of whole leaves.
-    cuts = np.asarray([_tensor_cut(leaf, tensor_parts) for leaf in leaves]) // BLOCK
+    # Blocks of shards over tensor axes become blocks of whole leaves.
+    cuts = np.asarray([_tensor_cut(leaf, cutting_sizes) for leaf in leaves]) // BLOCK
     width, whole_width = np.maximum(cuts, 1).astype(np.int32).T
     is_cut = np.asarray([any(leaf.cuts) for leaf in leaves])
-    part = jnp.stack([_tensor_part(leaf, cutting_axes) for leaf in leaves])[which]
+    number = jnp.stack([_tensor_index(leaf, cutting_axes) for leaf in leaves])[which]
     row, within = jnp.divmod(block, jnp.asarray(width)[which])
-    moved = row * jnp.asarray(whole_width)[which] + part * jnp.asarray(width)[which] + within
+    moved = row * jnp.asarray(whole_width)[which] + number * jnp.asarray(width)[which] + within
     block = jnp.where(jnp.asarray(is_cut)[which], moved, block)
     return jnp.stack([jnp.asarray(bucket.leaves)[which], block], axis=1).astype(jnp.uint32)
 
 
-def _blocks_of_part(layout: Layout, piece: Piece, index: Any) -> jax.Array:
-    """For each block of a part of a shard: its number in the device's part of the leaf."""
-    assert piece.start is not None
-    bucket = layout.buckets[piece.bucket_index]
-    num_blocks = -(-piece.bucket.shard_size // BLOCK)
-    here = piece.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
+def _blocks_of_range(layout: Layout, span: Span, index: Any) -> jax.Array:
+    """For each block of a range of a shard: its number in the device's shard of the leaf."""
+    assert span.start is not None
+    bucket = layout.buckets[span.bucket_index]
+    num_blocks = -(-span.bucket.shard_size // BLOCK)
+    here = span.start // BLOCK + jnp.arange(num_blocks, dtype=jnp.int32)
     num_shards = layout.num_shards_of(bucket)
     if num_shards == 1:
         return here
@@ -160,9 +162,9 @@ def _blocks_of_part(layout: Layout, piece: Piece, index: Any) -> jax.Array:
 
 
 def _blocks_of_leaves(layout: Layout, bucket: Bucket, index: Any) -> tuple[Any, Any]:
-    """For each block: its leaf in the bucket, and its number in the device's part of the leaf."""
+    """For each block: its leaf in the bucket, and its number in the device's shard of the leaf."""
     num_blocks = bucket.shard_size // BLOCK if bucket.leaf_alignment > 1 else 0
     starts = np.asarray(bucket.starts(layout.leaves[i].size for i in bucket.leaves)[:-1]) // BLOCK
-    place = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
-    found = jnp.searchsorted(jnp.asarray(starts, jnp.int32), place, side="right") - 1
-    return found, place - jnp.asarray(starts, jnp.int32)[found]
+    number = index * num_blocks + jnp.arange(num_blocks, dtype=jnp.int32)
+    which = jnp.searchsorted(jnp.asarray(starts, jnp.int32), number, side="right") - 1
+    return which, number - jnp.asarray(starts, jnp.int32)[which]

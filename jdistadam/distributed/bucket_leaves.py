@@ -55,7 +55,7 @@ class Form:
     shard_shape: tuple[int, ...]
     padding: int
     starts: tuple[int, ...]  # of leaves in a packed bucket, and the end of the last one
-    shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel part
+    shapes: tuple[tuple[int, ...], ...]  # of the leaves of one tensor-parallel shard
     specs: tuple[P, ...]
     flat_spec: P  # of the flat array
     codec: Codec = NOTHING  # in which leaves are stored that are put in as exact values
@@ -71,7 +71,7 @@ class Form:
         return -(-self.size // ALIGNMENT)
 
     @property
-    def places(self) -> list[NamedSharding]:
+    def shardings(self) -> list[NamedSharding]:
         """The sharding of each leaf."""
         return [NamedSharding(self.parallel.mesh, spec) for spec in self.specs]
 
@@ -84,7 +84,7 @@ class Form:
 
     @property
     def joined_spec(self) -> P:
-        """The PartitionSpec of that array: each tensor-parallel part has its own."""
+        """The PartitionSpec of that array: each tensor-parallel shard has its own."""
         return P(self.parallel.tensor_axes) if self.parallel.tensor_axes else P()
 
     def batches(self) -> list[list[int]]:
@@ -98,7 +98,7 @@ class Form:
         return Form(self.parallel, True, (), 0, (), shapes, specs, self.flat_spec)
 
     def compiled(self, local: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
-        """Compiles a function of each device's part."""
+        """Compiles a function of each device's shards."""
         mesh = self.parallel.mesh
         mapped = compat.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, **kwargs)
@@ -147,9 +147,9 @@ def inserted(form: Form, flat: Any, offset: int, leaves: Sequence[Any]) -> jax.A
     """
     batches, leaves = form.batches(), list(leaves)
     if len(batches) > 1:
-        (place,) = form.joined.places
+        (sharding,) = form.joined.shardings
         size = form.parallel.size(form.parallel.tensor_axes) * form.joined.starts[-1]
-        whole = jnp.zeros((size,), leaves[0].dtype, device=place)
+        whole = jnp.zeros((size,), leaves[0].dtype, device=sharding)
         for batch in batches:
             starts = np.asarray([form.starts[i] for i in batch], np.int32)
             whole = _joiner(form.some(batch))(whole, starts, [leaves[i] for i in batch])
@@ -163,7 +163,7 @@ def _extractor(form: Form) -> Any:
     """A program that cuts the leaves of a bucket out of a flat array, from a row on."""
 
     def local(flat: jax.Array, row: jax.Array) -> list[jax.Array]:
-        shard = memory.cut_lines(flat, row, form.num_rows, ALIGNMENT)[: form.size]
+        shard = memory.cut_rows(flat, row, form.num_rows, ALIGNMENT)[: form.size]
         if not form.is_packed:
             return [shard.reshape(form.shard_shape)]
         whole = collectives.all_gather(shard, form.parallel.state_axes, dim=0, to="varying")
@@ -191,7 +191,7 @@ def _inserter(form: Form) -> Any:
         rows = jnp.pad(shard, (0, form.num_rows * ALIGNMENT - form.size))
         if form.codec.is_stored:
             _, rows = form.codec.split(rows.astype(jnp.float32), jnp.bfloat16, jnp)
-        return rows if flat is None else memory.put_lines(flat, rows, row, ALIGNMENT)
+        return rows if flat is None else memory.put_rows(flat, rows, row, ALIGNMENT)
 
     return form.compiled(local, (spec, P(), list(form.specs)), spec, donate_argnums=0)
 

@@ -1,15 +1,15 @@
 """The calls of a step, of the kernel and then for the average, decided before any of them is made.
 
-A call steps *pieces*: buckets, or parts of one. What decides the calls:
+A call steps *spans*: the shards of buckets, or ranges of one. What decides the calls:
 
 - A call has buckets of one mix of dtypes.
 - [Note: gathers beside updates] It has only as many buckets as XLA can merge into one all-gather of
   new parameters. The gather of one call then overlaps the next call. The call after that waits for
   the gather; otherwise XLA starts all gathers when the last call has ended.
-- A state in host memory is updated in *windows*, and so is one that is updated early, with all
-  gathers at the end. A training step updates windows in the order in which the backward pass makes
-  their gradients, as far as it is known. XLA then updates the first ones during that pass, unless
-  they depend on all gradients.
+- A state in host memory is updated in *windows*, of consecutive spans, and so is one that is
+  updated early, with all gathers at the end. A training step updates windows in the order in which
+  the backward pass makes their gradients, as far as it is known. XLA then updates the first ones
+  during that pass, unless they depend on all gradients.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import STEPPED, Slot, slot_of
+from jdistadam.distributed.flat_arrays import STEPPED, Window, window_of
 from jdistadam.distributed.layout import Bucket, Layout, aligned
-from jdistadam.distributed.packing import Piece
+from jdistadam.distributed.packing import Span
 from jdistadam.distributed.schedule import COPIED_BYTES, MERGED_BYTES, Schedule
 
 WINDOW = 1 << 24
@@ -33,21 +33,21 @@ class Call:
     """One call of the kernel, or of what moves the average.
 
     Attributes:
-      pieces: What it steps.
-      slots: By field of the state, where its pieces are in the flat array that it takes.
+      spans: What it steps.
+      windows: By field of the state, the window of each span in the flat array that it takes.
       waits_for: Buckets whose gathered parameters must have arrived before it starts.
       gathers: Buckets whose new parameters are complete, and are gathered, when it ends.
     """
 
-    pieces: tuple[Piece, ...]
-    slots: dict[str, list[Slot]]
+    spans: tuple[Span, ...]
+    windows: dict[str, list[Window]]
     waits_for: tuple[int, ...] = ()
     gathers: tuple[int, ...] = ()
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets of its pieces, or the parts of one."""
-        return [piece.bucket for piece in self.pieces]
+        """The buckets of its spans."""
+        return [span.bucket for span in self.spans]
 
 
 def make_calls(
@@ -61,29 +61,30 @@ def make_calls(
       grad_dtypes: The dtype of the summed gradient of each bucket.
     """
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
+    overlaps = config.transport.overlaps
     for i, bucket in enumerate(layout.buckets):
-        rests_cut = config.communication.is_peer and bucket.is_sharded_param
+        rests_cut = overlaps and bucket.is_sharded_param
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded, rests_cut)
         of_kind.setdefault(kind, []).append(i)
     has_windows = config.updates_early or config.steps_on_host
-    in_windows, whole = list[list[Piece]](), list[list[Piece]]()
+    in_windows, whole = list[list[Span]](), list[list[Span]]()
     for indices in of_kind.values():
-        first = Piece(indices[0], layout.buckets[indices[0]])
-        is_on_host = any(name in config.on_host for name in _call(config, STEPPED, [first]).slots)
+        first = Span(indices[0], layout.buckets[indices[0]])
+        is_on_host = any(name in config.on_host for name in _call(config, STEPPED, [first]).windows)
         if is_on_host or config.updates_early:
             splits = is_on_host and config.norms is None  # whose sums are of the whole shard
-            in_windows += windows(layout, indices, splits=splits)
+            in_windows += consecutive_spans(layout, indices, splits=splits)
         else:
-            groups = [indices] if has_windows else _merged(schedule, indices)
-            whole += [[Piece(i, layout.buckets[i]) for i in group] for group in groups]
-    if config.communication.is_peer:
+            groups = [indices] if has_windows else _merged(schedule, indices, overlaps)
+            whole += [[Span(i, layout.buckets[i]) for i in group] for group in groups]
+    if overlaps:
         whole = _before_their_gathers(whole, needs_all=config.takes_norm_first)
-    pieces = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
-    calls = [_call(config, STEPPED, x) for x in pieces]
+    groups_of_spans = [*_as_gradients_come(in_windows, schedule.order or ()), *whole]
+    calls = [_call(config, STEPPED, x) for x in groups_of_spans]
     if has_windows:
         return _gathering_at_the_end(calls, len(layout.buckets))
-    indices_of = [tuple(piece.bucket_index for piece in call.pieces) for call in calls]
-    is_sent = [x.gathered_bytes > 0 and not x.is_copied for x in schedule.buckets]
+    indices_of = [tuple(span.bucket_index for span in call.spans) for call in calls]
+    is_sent = [x.gathered_bytes > 0 and not overlaps for x in schedule.buckets]
     waits = [(), (), *(tuple(i for i in x if is_sent[i]) for x in indices_of)]
     return [
         dataclasses.replace(call, waits_for=waits[k], gathers=indices_of[k])
@@ -95,22 +96,22 @@ def average_calls(config: DistributedConfig, layout: Layout) -> list[Call]:
     """Returns the calls that move the average: one, or for one in host memory, one per window."""
     if config.ema_decay is None:
         return []
-    groups = [[Piece(i, bucket) for i, bucket in enumerate(layout.buckets)]]
+    groups = [[Span(i, bucket) for i, bucket in enumerate(layout.buckets)]]
     if "ema" in config.on_host:
-        groups = windows(layout, splits=True)
+        groups = consecutive_spans(layout, splits=True)
     return [_call(config, ("ema", "main_params"), x) for x in groups if x]
 
 
-def slots_of(config: DistributedConfig, name: str, pieces: Sequence[Piece]) -> list[Slot]:
-    """Where pieces are in a field of the state; none without main parameters are in theirs."""
-    found = [slot_of(config, name, piece.bucket) for piece in pieces]
-    return [slot for slot in found if slot is not None]
+def windows_of(config: DistributedConfig, name: str, spans: Sequence[Span]) -> list[Window]:
+    """The windows of spans in a field of the state; of those that have none, there are none."""
+    windows = [window_of(config, name, span.bucket) for span in spans]
+    return [window for window in windows if window is not None]
 
 
-def _call(config: DistributedConfig, names: Sequence[str], pieces: Sequence[Piece]) -> Call:
-    """A call that takes those of some fields of the state in which its pieces are."""
-    slots = {name: slots_of(config, name, pieces) for name in names}
-    return Call(tuple(pieces), {name: found for name, found in slots.items() if found})
+def _call(config: DistributedConfig, names: Sequence[str], spans: Sequence[Span]) -> Call:
+    """A call that takes some fields of the state, if they have its spans."""
+    windows = {name: windows_of(config, name, spans) for name in names}
+    return Call(tuple(spans), {name: x for name, x in windows.items() if x})
 
 
 def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
@@ -119,7 +120,7 @@ def _gathering_at_the_end(calls: list[Call], num_buckets: int) -> list[Call]:
     return calls and [*calls[:-1], dataclasses.replace(calls[-1], gathers=gathers)]
 
 
-def _before_their_gathers(calls: list[list[Piece]], *, needs_all: bool) -> list[list[Piece]]:
+def _before_their_gathers(calls: list[list[Span]], *, needs_all: bool) -> list[list[Span]]:
     """Puts calls whose parameters are gathered before calls whose parameters stay sharded.
 
     Gathers then overlap the other updates. If updates need not wait for all gradients, a quarter of
@@ -131,21 +132,19 @@ def _before_their_gathers(calls: list[list[Piece]], *, needs_all: bool) -> list[
     return [*others[:first], *gathered, *others[first:]]
 
 
-def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
+def _merged(schedule: Schedule, indices: Sequence[int], overlaps: bool) -> list[list[int]]:
     """Splits buckets, in order, into groups whose gathers XLA merges into one.
 
-    Over peer memory: in the order of their gradients, into groups of about as many bytes, so that
-    copies overlap other groups.
+    If copies overlap updates: in the order of their gradients, into groups of about as many bytes.
     """
-    are_copied = any(schedule.buckets[i].is_copied for i in indices)
-    if are_copied:
-        pieces = [[Piece(i, schedule.layout.buckets[i])] for i in indices]
-        ordered = _as_gradients_come(pieces, schedule.order or ())
-        indices = [piece.bucket_index for (piece,) in ordered]
-    groups, nbytes, most = list[list[int]](), 0, COPIED_BYTES if are_copied else MERGED_BYTES
+    if overlaps:
+        spans = [[Span(i, schedule.layout.buckets[i])] for i in indices]
+        ordered = _as_gradients_come(spans, schedule.order or ())
+        indices = [span.bucket_index for (span,) in ordered]
+    groups, nbytes, most = list[list[int]](), 0, COPIED_BYTES if overlaps else MERGED_BYTES
     for i in indices:
         entry = schedule.buckets[i]
-        added = entry.whole_bytes if are_copied else entry.gathered_bytes
+        added = entry.whole_bytes if overlaps else entry.gathered_bytes
         if not groups or (added and nbytes + added > most):
             groups.append([])
             nbytes = 0
@@ -154,64 +153,64 @@ def _merged(schedule: Schedule, indices: Sequence[int]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _as_gradients_come(given: Sequence[list[Piece]], order: Sequence[int]) -> list[list[Piece]]:
-    """Windows in the order in which all their gradients are known; ``order``: that of leaves."""
-    place = {leaf: i for i, leaf in enumerate(order)}
+def _as_gradients_come(groups: Sequence[list[Span]], order: Sequence[int]) -> list[list[Span]]:
+    """Groups in the order in which all their gradients are known; ``order``: that of leaves."""
+    rank = {leaf: i for i, leaf in enumerate(order)}
 
-    def last(window: Sequence[Piece]) -> int:
-        return max(place.get(leaf, 0) for piece in window for leaf in piece.bucket.leaves)
+    def last(spans: Sequence[Span]) -> int:
+        return max(rank.get(leaf, 0) for span in spans for leaf in span.bucket.leaves)
 
-    return sorted(given, key=last)
+    return sorted(groups, key=last)
 
 
-def windows(
+def consecutive_spans(
     layout: Layout, indices: Sequence[int] | None = None, *, splits: bool
-) -> list[list[Piece]]:
-    """Splits buckets, in order, into windows that do not overlap.
+) -> list[list[Span]]:
+    """Splits buckets, in order, into groups of spans; each is one window of a flat array.
 
-    Either all buckets of a window have main parameters, or none.
+    Windows do not overlap. Either all buckets of a group have main parameters, or none.
 
     Args:
       layout: The layout.
       indices: Indices of buckets; None: of all.
       splits: Whether to split a bucket of a single leaf that is larger than a window.
     """
-    found: list[list[Piece]] = []
+    groups: list[list[Span]] = []
     for i in range(len(layout.buckets)) if indices is None else indices:
-        for piece in _pieces(layout, i, splits):
-            if not (found and _may_join(found[-1], piece)):
-                found.append([])
-            found[-1].append(piece)
-    return found
+        for span in _spans(layout, i, splits):
+            if not (groups and _may_join(groups[-1], span)):
+                groups.append([])
+            groups[-1].append(span)
+    return groups
 
 
-def _may_join(window: Sequence[Piece], piece: Piece) -> bool:
-    """Whether a window may have a piece after its last one.
+def _may_join(group: Sequence[Span], span: Span) -> bool:
+    """Whether a group may have a span after its last one.
 
     Not with a gap between them: windows on their way at the same time must not overlap.
     """
-    first, last = window[0].bucket, window[-1]
-    follows = piece.bucket.offset == last.bucket.offset + aligned(last.bucket.shard_size)
-    fits = _size([first, piece.bucket]) <= WINDOW
-    return follows and fits and first.has_main == piece.bucket.has_main
+    first, last = group[0].bucket, group[-1]
+    follows = span.bucket.offset == last.bucket.offset + aligned(last.bucket.shard_size)
+    fits = _size([first, span.bucket]) <= WINDOW
+    return follows and fits and first.has_main == span.bucket.has_main
 
 
-def _pieces(layout: Layout, index: int, splits: bool) -> list[Piece]:
-    """A bucket, or its parts."""
+def _spans(layout: Layout, index: int, splits: bool) -> list[Span]:
+    """The span of a bucket, or several."""
     bucket = layout.buckets[index]
     if not splits or bucket.is_packed or bucket.shard_size <= WINDOW:
-        return [Piece(index, bucket)]
-    found = []
+        return [Span(index, bucket)]
+    spans = []
     for start in range(0, bucket.shard_size, WINDOW):
-        part = dataclasses.replace(
+        of_span = dataclasses.replace(
             bucket,
-            dim=None,  # a part of a shard is flat
+            dim=None,  # it is flat
             shard_shape=(min(WINDOW, bucket.shard_size - start),),
             offset=bucket.offset + start,
             moment_offset=bucket.moment_offset + start,
         )
-        found.append(Piece(index, part, start))
-    return found
+        spans.append(Span(index, of_span, start))
+    return spans
 
 
 def _size(buckets: Sequence[Bucket]) -> int:

@@ -17,7 +17,7 @@ from jdistadam.core.codecs import BLOCK_CODECS
 from jdistadam.core.guards import GUARDS
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import FlatCodes, Part, types_of_arrays
+from jdistadam.distributed.flat_arrays import Field, FlatCodes, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import (
     DIGEST_SIZE,
@@ -78,34 +78,34 @@ def check_ema_decay(value: Any) -> None:
         raise out_of_range("ema_decay", value, "a Python number above 0 and below 1")
 
 
-def parse_state_memory(value: Any, parts: Mapping[str, Part]) -> tuple[str, ...]:
+def parse_state_memory(value: Any, fields: Mapping[str, Field]) -> tuple[str, ...]:
     """The flat arrays that ``state_memory`` puts on the host, in the order of ``FLAT_ARRAYS``.
 
     Args:
       value: The argument.
-      parts: The parts of the state by name.
+      fields: The flat arrays of the state by name.
 
     Raises:
       PolicyError: It names an array or a memory that does not exist.
     """
-    names = list(parts)
+    names = list(fields)
     memories = " or ".join(map(repr, memory.MEMORIES))
-    given = value if isinstance(value, Mapping) else dict.fromkeys(names, value)
-    for name, place in given.items():
+    memory_of = dict(value) if isinstance(value, Mapping) else dict.fromkeys(names, value)
+    for name, kind in memory_of.items():
         if name not in names:
             raise PolicyError(
                 f"state_memory: an array that this state does not have: got {name!r}, expected "
                 f"{', '.join(map(repr, names))}. Use one of these names; a state has "
                 '"main_params" only if it keeps them, and "ema" with ema_decay.'
             )
-        if place not in memory.MEMORIES:
-            what = f"state_memory[{name!r}]" if given is value else "state_memory"
+        if kind not in memory.MEMORIES:
+            what = f"state_memory[{name!r}]" if isinstance(value, Mapping) else "state_memory"
             raise PolicyError(
-                f"{what}: unknown: got {place!r}, expected {memories}, or a dict. "
+                f"{what}: unknown: got {kind!r}, expected {memories}, or a dict. "
                 'Pass for example {"mu": "pinned_host", "nu": "pinned_host"}.'
             )
-    on_host = tuple(name for name in names if given.get(name) == memory.HOST)
-    apart = [name for name, x in parts.items() if x.begins == "params" and name not in on_host]
+    on_host = tuple(name for name in names if memory_of.get(name) == memory.HOST)
+    apart = [name for name, x in fields.items() if x.begins == "params" and name not in on_host]
     if apart and "main_params" in on_host:
         raise PolicyError(
             "state_memory: the average is made from main parameters, and cannot be on the device "
@@ -141,7 +141,7 @@ def check_grads(
     """
     layout, nodes, grads = schedule.layout, leaves_of(grads), plain(grads)
     trees.check_same_structure(grads, schedule.whole(), name="grads", like_name=like_name)
-    like, given = layout.shapes(), jax.tree.leaves(grads)
+    like = layout.shapes()
     for bucket in layout.buckets:
         if not bucket.is_packed and is_shard(nodes[bucket.leaf]):
             like[bucket.leaf] = jax.ShapeDtypeStruct(bucket.inner_shape, bucket.dtype)
@@ -152,7 +152,7 @@ def check_grads(
     axes = [axis for axis in config.parallel.data_axes if axis in known]
     if not axes:
         return  # shard_map runs with check_vma=False: types say nothing about reductions
-    for path, grad in zip(trees.paths(grads, "grads"), given, strict=True):
+    for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
         missing = [axis for axis in axes if axis not in collectives.varying_axes(grad)]
         if missing and np.size(grad):  # compat.shard_map makes zero-size ones anew
             raise MeshError(
@@ -211,12 +211,12 @@ def check_equal_params(
       params: Tree of arrays in ``jax.shard_map``, which a device holds whole or as shards.
       on_a_device: Their shapes on one device.
     """
-    parts = {b.leaf: b.inner_shape for b in schedule.layout.buckets if b.is_sharded_param}
+    shards = {b.leaf: b.inner_shape for b in schedule.layout.buckets if b.is_sharded_param}
     known = zip(jax.tree.leaves(params), jax.tree.leaves(on_a_device), strict=True)
     for i, (x, held) in enumerate(known):
-        is_part = held.shape == parts.get(i)
+        is_cut = held.shape == shards.get(i)
         mine = parallel.without(schedule.layout.leaves[i].tensor_axes)
-        axes = mine.replica_axes if is_part else mine.data_axes
+        axes = mine.replica_axes if is_cut else mine.data_axes
         varying = [axis for axis in axes if axis in collectives.varying_axes(x)]
         if varying and x.size:  # compat.shard_map makes zero-size ones anew
             raise MeshError(
@@ -278,9 +278,9 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     texts = [f"{x.spec} on {dict(x.mesh.shape)}" for x in (got, expected)]
     if texts[0] == texts[1]:
         pairs = zip(got.mesh.devices.flat, expected.mesh.devices.flat, strict=True)
-        for place, differing in enumerate(pairs):
+        for i, differing in enumerate(pairs):
             if differing[0] != differing[1]:
-                texts = [f"{texts[0]} with {device} at place {place}" for device in differing]
+                texts = [f"{texts[0]} with {device} at place {i}" for device in differing]
                 break
     raise MeshError(
         "opt_state.mu: sharded over another mesh, or in another order: "

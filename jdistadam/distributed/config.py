@@ -18,14 +18,14 @@ from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import check_main_dtype
 from jdistadam.core.trees import Params
-from jdistadam.distributed import communication, mesh_axes
+from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.block_positions import check_cuts, whole_size
-from jdistadam.distributed.communication import OVER_XLA, Communication
 from jdistadam.distributed.layers import Layers, rest_whole
 from jdistadam.distributed.layout import Layout, Leaf, make_layout
 from jdistadam.distributed.layout_text import digest_of, text_of
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule, make_schedule
+from jdistadam.distributed.transport import OVER_XLA, Transport
 from jdistadam.errors import MeshError, PolicyError
 
 
@@ -34,7 +34,7 @@ class DistributedConfig:
     """The arguments of a distributed optimizer.
 
     Params come in three forms. *Global* arrays are those of the caller, outside of shard_map.
-    Inside, a device has its part of arrays sharded over tensor axes; the model computes with these
+    Inside, a device has its shard of arrays that tensor axes cut; the model computes with these
     *whole* params, and layouts are made from them. Under "optim_grads_params" a device holds only a
     ``Shard`` of the large ones. The state holds shards of all params in *flat* arrays; those named
     in ``on_host`` are in host memory between steps.
@@ -47,9 +47,9 @@ class DistributedConfig:
     loss_scale: float | guards.DynamicLossScale | None
     average_grads: bool
     bucket_bytes: int
-    given_param_specs: Any
+    param_specs: Any
     layers: Layers | None = None
-    communication: Communication = OVER_XLA
+    transport: Transport = OVER_XLA
     ema_decay: float | None = None
     norm_guard: guards.NormGuard | None = None
     norms: str | Callable[[str], str | None] | None = None
@@ -88,8 +88,8 @@ class DistributedConfig:
     @property
     def updates_early(self) -> bool:
         """Whether ``train_step`` updates windows of the state during the backward pass."""
-        given = self.early_updates
-        is_wanted = self.steps_on_host if given is None else given
+        option = self.early_updates
+        is_wanted = self.steps_on_host if option is None else option
         return is_wanted and not self.takes_norm_first
 
     @property
@@ -108,24 +108,24 @@ class DistributedConfig:
     @property
     def has_model_axes(self) -> bool:
         """Whether ``train_step`` leaves axes of the mesh to XLA: see [Note: model axes]."""
-        return bool(self.parallel.tensor_axes) and self.given_param_specs is not None
+        return bool(self.parallel.tensor_axes) and self.param_specs is not None
 
     def tensor_local(self, params: Params) -> Any:
         """Returns the shapes of the unsharded params on one device, for global params."""
-        specs = mesh_axes.tensor_specs(self.given_param_specs, params)
+        specs = mesh_axes.tensor_specs(self.param_specs, params)
         local = mesh_axes.shapes_on_a_device(self.parallel, params, specs)
-        if callable(self.given_param_specs):
-            _check_same_specs(specs, mesh_axes.tensor_specs(self.given_param_specs, local))
+        if callable(self.param_specs):
+            _check_same_specs(specs, mesh_axes.tensor_specs(self.param_specs, local))
         return local
 
     def tensor_specs(self, params: Params) -> Any:
         """Returns the PartitionSpec of every leaf as given: not over axes that shard its state."""
-        specs = mesh_axes.tensor_specs(self.given_param_specs, params)
+        specs = mesh_axes.tensor_specs(self.param_specs, params)
         return jax.tree.unflatten(jax.tree.structure(params), specs)
 
     def layout(self, whole: Params) -> Layout:
         """Returns the position of every element of the state, for a tree of unsharded params."""
-        specs = mesh_axes.tensor_specs(self.given_param_specs, whole)
+        specs = mesh_axes.tensor_specs(self.param_specs, whole)
         paths = trees.paths(whole, "params")
         # Functions of params decide by the sizes on a single device.
         seen = mesh_axes.global_shapes(self.parallel, whole, specs)
@@ -151,12 +151,12 @@ class DistributedConfig:
             if leaf.dtype == jnp.float16:
                 check_main_dtype(self.policy.main_params, leaf.path, leaf.dtype)
         _check_param_comm_dtype(self.policy, leaves)
-        if self.communication.is_peer:
+        if self.transport.is_peer:
             _check_copied(leaves)
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
-                check_cuts(leaf, self.cutting_parts)
+                check_cuts(leaf, self.cutting_sizes)
         return make_layout(
             leaves,
             self.parallel.num_shards,
@@ -180,7 +180,7 @@ class DistributedConfig:
         if key not in self._schedules:
             layout = self.layout(whole)
             schedule = make_schedule(
-                layout, self.parallel, self.policy, accumulate_steps, self.groups_of
+                layout, self.parallel, self.policy, accumulate_steps, self.transport
             )
             self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
         return self._schedules[key]
@@ -189,16 +189,12 @@ class DistributedConfig:
     def _schedules(self) -> dict[Any, Schedule]:
         return {}
 
-    def groups_of(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of devices along axes, if they copy from memory to memory."""
-        return communication.groups_of(self.communication, self.parallel, axes)
-
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout; states carry its digest."""
         main = self.policy.main_params
         num_tensor = len([x for x in self.cutting_axes if x in self.parallel.tensor_axes])
-        parts, of_data = self.cutting_parts[:num_tensor], self.cutting_parts[num_tensor:]
-        return text_of(layout, parts, main.argument or "", of_data)
+        sizes, of_data = self.cutting_sizes[:num_tensor], self.cutting_sizes[num_tensor:]
+        return text_of(layout, sizes, main.argument or "", of_data)
 
     def layout_digest(self, layout: Layout) -> np.ndarray:
         """Returns the digest of a layout, shape (16,), uint8."""
@@ -225,7 +221,7 @@ class DistributedConfig:
     def _is_coded(self, leaf: Leaf) -> bool:
         """Whether the moments of a leaf are coded, if any are; depends on the whole leaf."""
         storage, path = self.algorithm.storage, leaf.path.removeprefix("params")
-        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.cutting_parts))
+        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.cutting_sizes))
 
     def _is_rounded(self, leaf: Leaf) -> bool:
         """Whether floats of a leaf are rounded stochastically, or would be if it were not coded."""
@@ -237,7 +233,7 @@ class DistributedConfig:
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises if an option has no effect on any leaf."""
         storage, algorithm = self.algorithm.storage, self.algorithm
-        sizes = {x.path.removeprefix("params"): whole_size(x, self.cutting_parts) for x in leaves}
+        sizes = {x.path.removeprefix("params"): whole_size(x, self.cutting_sizes) for x in leaves}
         storage.check_paths(sizes)
         stored = [algorithm.storage.float_dtype(x) for x in ("mu", "nu")] if leaves else []
         if not self.policy.main_params.is_stored:
@@ -245,7 +241,7 @@ class DistributedConfig:
         storage.check_rounded(stored)
 
     @property
-    def cutting_parts(self) -> tuple[int, ...]:
+    def cutting_sizes(self) -> tuple[int, ...]:
         """Sizes of the axes to which ``Leaf.cuts`` refers."""
         return tuple(self.mesh.shape[axis] for axis in self.cutting_axes)
 
@@ -261,13 +257,13 @@ class DistributedConfig:
 
 def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> Any:
     """Returns the PartitionSpec of every leaf of global params, over tensor and data axes."""
-    specs: list[P] = mesh_axes.tensor_specs(config.given_param_specs, params)
+    specs: list[P] = mesh_axes.tensor_specs(config.param_specs, params)
     specs = mesh_axes.with_data_axes(layout, config.parallel, specs)
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
 def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
-    """Raises MeshError if a function gives other specs for a device's part of params."""
+    """Raises MeshError if a function gives other specs for a device's shard of params."""
     if specs != of_local:
         raise MeshError(
             "param_specs: a function whose result depends on the sizes of leaves, which are "

@@ -1,7 +1,7 @@
 """The flat arrays of a state, and moments that are decoded and encoded.
 
 A moment is one flat array of floats, or two: the codes of all coded leaves, and the moments of all
-other leaves. A ``Slot`` says in which array a bucket's shard is, and where.
+other leaves. A ``Window`` says in which array a bucket's shard is, and where.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FLAT_ARRAYS = (*STEPPED, "ema")
 """The fields of a state that are flat arrays, first those that a kernel steps; others are small."""
 
 
-class Part(NamedTuple):
-    """What a flat array of a state holds of each parameter.
+class Field(NamedTuple):
+    """A field of a state that is a flat array: what it holds of each parameter.
 
     Attributes:
-      name: The field of the state, and the section of a checkpoint.
+      name: Its name, also of the section of a checkpoint.
       codec: How it is stored.
       dtype: The dtype of its leaves outside of the flat array; float32 for codes.
       begins: "zeros", or "params": with their exact values.
@@ -46,27 +46,27 @@ class Part(NamedTuple):
         return self.name != "main_params" or bucket.has_main
 
 
-def parts_of(config: DistributedConfig) -> dict[str, Part]:
-    """Returns the parts of the state of an optimizer by name, in the order of ``FLAT_ARRAYS``."""
+def fields_of(config: DistributedConfig) -> dict[str, Field]:
+    """Returns the flat arrays of an optimizer's state by name, in the order of ``FLAT_ARRAYS``."""
     storage, main = config.algorithm.storage, config.policy.main_params
     moments = [
-        Part(name, storage.codec_of(name), storage.float_dtype(name), "zeros")
+        Field(name, storage.codec_of(name), storage.float_dtype(name), "zeros")
         for name in ("mu", "nu")
     ]
-    mains = [Part("main_params", main, main.dtype, "params")] if main.is_stored else []
-    average = Part("ema", FLOAT32, jnp.dtype(jnp.float32), "params")
+    mains = [Field("main_params", main, main.dtype, "params")] if main.is_stored else []
+    average = Field("ema", FLOAT32, jnp.dtype(jnp.float32), "params")
     averages = [] if config.ema_decay is None else [average]
-    return {part.name: part for part in (*mains, *moments, *averages)}
+    return {field.name: field for field in (*mains, *moments, *averages)}
 
 
-class Slot(NamedTuple):
-    """Where a device's shard of a bucket, or a part of one, is in a flat array.
+class Window(NamedTuple):
+    """Where a span, or a device's whole shard of a bucket, is in a flat array.
 
     Attributes:
       array: The array: a field of the state, or "mu.codes", which has the scales too, "mu.floats",
         "nu.codes" or "nu.floats".
       start: Its first element.
-      size: Elements, up to the next slot.
+      size: Elements, up to the next window.
     """
 
     array: str
@@ -74,15 +74,15 @@ class Slot(NamedTuple):
     size: int
 
 
-def slot_of(config: DistributedConfig, name: str, bucket: Bucket) -> Slot | None:
-    """Returns the slot of a bucket in a field of the state; None: the field does not have it."""
-    part, size = parts_of(config).get(name), aligned(bucket.shard_size)
-    if part is None or not part.has(bucket):
+def window_of(config: DistributedConfig, name: str, bucket: Bucket) -> Window | None:
+    """Returns the window of a bucket in a field of the state; None: the field lacks it."""
+    field, size = fields_of(config).get(name), aligned(bucket.shard_size)
+    if field is None or not field.has(bucket):
         return None
-    if part.codec.is_coded:
+    if field.codec.is_coded:
         array = "codes" if bucket.is_coded else "floats"
-        return Slot(f"{name}.{array}", bucket.moment_offset, size)
-    return Slot(name, bucket.offset, size)
+        return Window(f"{name}.{array}", bucket.moment_offset, size)
+    return Window(name, bucket.offset, size)
 
 
 class FlatCodes(NamedTuple):
@@ -109,31 +109,31 @@ def types_of_arrays(config: DistributedConfig, layout: Layout) -> dict[str, Any]
     """Returns shapes and dtypes of one device's flat arrays by name; None: it has none."""
     shape = jax.ShapeDtypeStruct
 
-    def of(part: Part) -> Any:
-        if part.name == "main_params":
-            return shape((layout.main_size,), part.codec.dtype) if layout.main_size else None
+    def of(field: Field) -> Any:
+        if field.name == "main_params":
+            return shape((layout.main_size,), field.codec.dtype) if layout.main_size else None
         size = layout.flat_size
-        if not part.codec.is_coded:
-            return shape((size,), part.codec.dtype)
+        if not field.codec.is_coded:
+            return shape((size,), field.codec.dtype)
         coded = sum(aligned(x.shard_size) for x in layout.buckets if x.is_coded)
         # Neither is zero, because shard_map takes no empty arrays.
         coded, floats = (max(x, ALIGNMENT) for x in (coded, size - coded))
-        scales = shape((part.codec.num_scales(coded),), jnp.float32)
-        return FlatCodes(shape((coded,), part.codec.dtype), scales, shape((floats,), jnp.float32))
+        scales = shape((field.codec.num_scales(coded),), jnp.float32)
+        return FlatCodes(shape((coded,), field.codec.dtype), scales, shape((floats,), jnp.float32))
 
-    found = {name: of(part) for name, part in parts_of(config).items()}
-    return dict.fromkeys(FLAT_ARRAYS) | found
+    types = {name: of(field) for name, field in fields_of(config).items()}
+    return dict.fromkeys(FLAT_ARRAYS) | types
 
 
 def shard_in(flat: Any, bucket: Bucket) -> jax.Array:
     """Returns a bucket's shard of a flat array of floats, on the device."""
-    num_lines = -(-bucket.shard_size // ALIGNMENT)
-    lines = memory.cut_lines(flat, bucket.offset // ALIGNMENT, num_lines, ALIGNMENT)
-    return lines[: bucket.shard_size].reshape(bucket.shard_shape)
+    num_rows = -(-bucket.shard_size // ALIGNMENT)
+    rows = memory.cut_rows(flat, bucket.offset // ALIGNMENT, num_rows, ALIGNMENT)
+    return rows[: bucket.shard_size].reshape(bucket.shard_shape)
 
 
 def arrays_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of some fields of a state under the names that slots have for them."""
+    """Returns the arrays of some fields of a state under the names that windows have for them."""
     arrays = dict[str, Any]()
     for name, x in fields.items():
         if is_flat_codes(x):
@@ -143,7 +143,7 @@ def arrays_of(fields: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def field_of(arrays: dict[str, Any], name: str) -> Any:
+def joined_field(arrays: dict[str, Any], name: str) -> Any:
     """Returns a field of a state; the inverse of ``arrays_of``."""
     if name in arrays:
         return arrays[name]
@@ -165,7 +165,7 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
     def make() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)
 
-    def made_on_host(x: Any) -> jax.Array:  # the device need not have room for it
+    def zeros_on_host(x: Any) -> jax.Array:  # the device need not have room for it
         shape = (devices * x.shape[0],)
         with jax.transfer_guard_host_to_device("allow"):  # from the host to its pinned memory
             return jax.make_array_from_callback(
@@ -173,7 +173,7 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
             )
 
     if name in config.on_host:
-        return jax.tree.map(made_on_host, types)
+        return jax.tree.map(zeros_on_host, types)
     return jax.jit(make, out_shardings=sharding)()
 
 
@@ -219,7 +219,7 @@ def _program_key(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[
 def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array) -> jax.Array:
         def cut(x: jax.Array, size: int) -> jax.Array:
-            return memory.cut_lines(x, block, num_blocks, size)
+            return memory.cut_rows(x, block, num_blocks, size)
 
         if not is_coded:
             return cut(moment.floats, BLOCK)
@@ -234,7 +234,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
     def local(moment: FlatCodes, block: jax.Array, shard: jax.Array) -> FlatCodes:
         def put(x: jax.Array, new: jax.Array, size: int) -> jax.Array:
-            return memory.put_lines(x, new, block, size)
+            return memory.put_rows(x, new, block, size)
 
         if not is_coded:
             return moment._replace(floats=put(moment.floats, shard, BLOCK))

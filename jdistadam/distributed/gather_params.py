@@ -188,7 +188,7 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     trees.check_numbers(after, name="after")
     after = [jnp.asarray(x) for x in jax.tree.leaves(after)]
     after = [x for x in after if jnp.issubdtype(x.dtype, jnp.inexact)]
-    is_ordered = is_in_loss and tx.config.communication.is_peer  # by train_step
+    is_ordered = is_in_loss and tx.config.transport.overlaps  # by train_step
     if after and any(map(is_shard, leaves_of(shards))) and not is_ordered:
         shards = _after(shards, after)
     return jax.tree.map(gathered, shards, is_leaf=is_shard)
@@ -268,7 +268,7 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     dim = len(shard.shape) + shard.dim
     size = shard.value.size * parallel.size(parallel.shard_axes)
     gather_phase, reduce_phase = phases_of_shard(
-        parallel, config.policy, size, shard.dtype, config.groups_of
+        parallel, config.policy, size, shard.dtype, config.transport
     )
     run = model_axes.on_each_shard(config, shard.spec)
     # JAX keeps the functions below: they must not hold the traced value.
@@ -277,7 +277,7 @@ def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:
     del shard
 
     def whole(x: jax.Array) -> Any:
-        if config.communication.is_peer:
+        if config.transport.is_peer:
             check_not_transformed("gather_params", x)
         return communication.gather_parameters(gather_phase, x, dim, to="varying")
 

@@ -146,7 +146,7 @@ def _memory_of(x: Any) -> int | None:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """Returns a whole array, even if other processes hold parts: all processes call this."""
+    """Returns a whole array, even if other processes hold shards: all processes call this."""
     if isinstance(x, jax.core.Tracer):
         raise TreeError(
             "state: this runs on the host, not inside of a program: "

@@ -24,10 +24,10 @@ from jax.sharding import NamedSharding
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import BLOCK, BlockCodes, is_codes
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, Slot
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, Window
 from jdistadam.distributed.state import DistributedState, map_state
 from jdistadam.kernels import host_copy
-from jdistadam.kernels.host_copy import Lines
+from jdistadam.kernels.host_copy import Rows
 
 WINDOWS_BYTES = 1 << 30
 """Device memory for windows, unless three need more. With half of it a training step of 1.31e9
@@ -82,26 +82,23 @@ def bytes_at_once(sizes: Sequence[int]) -> int:
     return largest * min(len(sizes), num_windows(largest))
 
 
-def cut(x: Any, slots: Sequence[Slot]) -> jax.Array:
-    """The part of a flat array in either memory that has these slots, on the device."""
-    return memory.cut_lines(x, *lines(x, slots))
+def cut(x: Any, windows: Sequence[Window]) -> jax.Array:
+    """Consecutive windows of a flat array in either memory, as one on the device."""
+    return memory.cut_rows(x, *rows(x, windows))
 
 
-def put(x: Any, part: Any, slots: Sequence[Slot]) -> jax.Array:
-    """Returns a flat host array with the part of ``cut`` replaced."""
-    first, _, width = lines(x, slots)
-    return memory.put_lines(memory.to_host(x), part, first, width)
+def put(x: Any, new: Any, windows: Sequence[Window]) -> jax.Array:
+    """Returns a flat host array with these windows replaced: the inverse of ``cut``."""
+    first, _, width = rows(x, windows)
+    return memory.put_rows(memory.to_host(x), new, first, width)
 
 
-def lines(x: Any, slots: Sequence[Slot]) -> Any:
-    """The window of a flat array that has these slots: ``Lines``, of codes and scales for both."""
-    start, end = slots[0].start, slots[-1].start + slots[-1].size
-    window = start // BLOCK, (end - start) // BLOCK
-    return (
-        BlockCodes(Lines(*window, BLOCK), Lines(*window, 1))
-        if is_codes(x)
-        else Lines(*window, BLOCK)
-    )
+def rows(x: Any, windows: Sequence[Window]) -> Any:
+    """The ``Rows`` of a flat array that consecutive windows have; for codes, also of scales."""
+    start, end = windows[0].start, windows[-1].start + windows[-1].size
+    first, count = start // BLOCK, (end - start) // BLOCK
+    of_elements = Rows(first, count, BLOCK)
+    return BlockCodes(of_elements, Rows(first, count, 1)) if is_codes(x) else of_elements
 
 
 class Stream:
@@ -110,27 +107,27 @@ class Stream:
     ``take`` and ``put`` alternate, once per window; then ``whole`` returns the new arrays.
 
     Args:
-      arrays: For each window a tree of the flat arrays that it is a part of. Arrays with the same
+      arrays: For each window a tree of the flat arrays that it belongs to. Arrays with the same
         path in different trees are the same.
-      lines: For each window its ``Lines`` of each array.
+      rows: For each window its ``Rows`` of each array.
       after: Arrays on which the first copy depends.
     """
 
-    def __init__(self, arrays: Sequence[Any], lines: Sequence[Any], after: Sequence[Any]) -> None:
+    def __init__(self, arrays: Sequence[Any], rows: Sequence[Any], after: Sequence[Any]) -> None:
         self._trees = [jax.tree.structure(x) for x in arrays]
         self._arrays: dict[str, Any] = {}
-        self._windows: list[dict[str, Lines]] = []
-        for tree, parts in zip(arrays, lines, strict=True):
+        self._windows: list[dict[str, Rows]] = []
+        for tree, of_tree in zip(arrays, rows, strict=True):
             named = _by_path(tree)
             self._arrays |= named
-            self._windows.append(dict(zip(named, _leaves(parts), strict=True)))
+            self._windows.append(dict(zip(named, _leaves(of_tree), strict=True)))
         self._arrays = {name: memory.to_host(x) for name, x in self._arrays.items()}
         self._after = list(after)
         self._arriving: list[list[Any]] = []
         self._leaving: list[tuple[int, list[Any]]] = []
         self._put: set[str] = set()  # arrays that any window has put
         self._num_taken = 0
-        sizes = [nbytes(tree, parts) for tree, parts in zip(arrays, lines, strict=True)]
+        sizes = list(map(nbytes, arrays, rows))
         count = num_windows(max(sizes, default=0))
         self._num_behind = count // 2
         self._num_ahead = count - self._num_behind
@@ -140,16 +137,16 @@ class Stream:
     def take(self) -> Any:
         """Returns the next window: a tree of arrays on the device."""
         i, self._num_taken = self._num_taken, self._num_taken + 1
-        parts = host_copy.wait(self._arriving.pop(0), i, self._after, to_host=False)
-        return jax.tree.unflatten(self._trees[i], parts)
+        arrived = host_copy.wait(self._arriving.pop(0), i, self._after, to_host=False)
+        return jax.tree.unflatten(self._trees[i], arrived)
 
     def put(self, window: Any) -> None:
         """Puts new values of the window that was taken last, or of some of its arrays."""
         i, new = self._num_taken - 1, _by_path(window)
         after: list[Any] = []
-        for last, part in new.items():
-            lines = self._windows[i][last]
-            host = host_copy.to_host(self._arrays[last], lines, part, i, after)
+        for last, x in new.items():
+            rows = self._windows[i][last]
+            host = host_copy.to_host(self._arrays[last], rows, x, i, after)
             self._arrays[last], after = host, [host]
         self._put |= new.keys()
         self._leaving.append((i, list(new.values())))
@@ -167,29 +164,29 @@ class Stream:
     def _start(self, i: int) -> None:
         """Starts to copy a window to the device."""
         if i < len(self._windows):
-            hosts, lines = [self._arrays[x] for x in self._windows[i]], self._windows[i].values()
-            parts, started = host_copy.to_device(hosts, list(lines), i, self._after)
-            self._arriving.append(parts)
+            hosts, rows = [self._arrays[x] for x in self._windows[i]], self._windows[i].values()
+            arriving, started = host_copy.to_device(hosts, list(rows), i, self._after)
+            self._arriving.append(arriving)
             self._after = [started]
 
     def _wait(self, names: Sequence[str], count: int) -> None:
         """Lets later users of arrays wait until the next windows that leave are on the host."""
         leaving, self._leaving = self._leaving[:count], self._leaving[count:]
-        i, after = leaving[-1][0], [x for _, parts in leaving for x in parts]
+        i, after = leaving[-1][0], [x for _, new in leaving for x in new]
         after += [self._arrays[names[-1]]] if len(names) > 1 else []
         for name in names:
             (host,) = host_copy.wait([self._arrays[name]], i, after, to_host=True)
             self._arrays[name], after = host, [host]
 
 
-def nbytes(arrays: Any, lines: Any) -> int:
-    """The bytes of a window: its trees of flat arrays and of ``Lines``."""
-    pairs = zip(jax.tree.leaves(arrays), _leaves(lines), strict=True)
-    return sum(x.dtype.itemsize * part.num_lines * part.width for x, part in pairs)
+def nbytes(arrays: Any, rows: Any) -> int:
+    """The bytes of a window: its trees of flat arrays and of ``Rows``."""
+    pairs = zip(jax.tree.leaves(arrays), _leaves(rows), strict=True)
+    return sum(x.dtype.itemsize * some.num_rows * some.width for x, some in pairs)
 
 
-def _leaves(lines: Any) -> list[Lines]:
-    return jax.tree.leaves(lines, is_leaf=lambda x: isinstance(x, Lines))
+def _leaves(rows: Any) -> list[Rows]:
+    return jax.tree.leaves(rows, is_leaf=lambda x: isinstance(x, Rows))
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class Layers:
         Raises:
           TreeError: It is None for all of them.
         """
-        found = [self(path) for path in paths]
-        kinds = frozenset(kind for kind in found if kind is not None)
+        of_paths = [self(path) for path in paths]
+        kinds = frozenset(kind for kind in of_paths if kind is not None)
         if paths and not kinds:
             raise TreeError(
                 f"layers: selects no leaf: got None for {paths[0]} and {len(paths) - 1} more, "
@@ -52,7 +52,7 @@ class Layers:
                 "Test for a part of their paths, or leave layers out."
             )
         self._kinds = kinds if self._kinds is None else self._kinds | kinds
-        return found
+        return of_paths
 
     def known_kinds(self) -> frozenset[str]:
         """Returns the results other than None for all params so far.
@@ -93,7 +93,7 @@ def rest_whole(
     """
     if reshard_after_backward is None:
         return [False] * len(paths)
-    found = []
+    are_whole = []
     for path in paths:
         is_cut = reshard_after_backward(path)
         if not isinstance(is_cut, bool | np.bool_):
@@ -101,11 +101,11 @@ def rest_whole(
                 f"reshard_after_backward: not a bool: got {is_cut!r:.60} for {path}, expected "
                 "False for a leaf that stays whole between steps, True for others. Return one."
             )
-        found.append(not is_cut)
-    if paths and not any(found):
+        are_whole.append(not is_cut)
+    if paths and not any(are_whole):
         raise TreeError(
             f"reshard_after_backward: selects no leaf: got True for {paths[0]} and "
             f"{len(paths) - 1} more, expected False for the leaves that stay whole between steps. "
             "Test for a part of their paths, or leave it out."
         )
-    return found
+    return are_whole

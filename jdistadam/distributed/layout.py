@@ -57,13 +57,13 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     group: int | None  # row of the coefficients; None: frozen
-    tensor_axes: tuple[str, ...] = ()  # mesh axes of which devices have other parts of it
+    tensor_axes: tuple[str, ...] = ()  # mesh axes of which devices have other shards of it
     layers: str | None = None  # "scan": over its first dimension, never scattered; "block"; None
     cuts: tuple[tuple[int, ...], ...] = ()  # for each dimension, which tensor axes cut it
     is_coded: bool = False  # whether its moments are coded, if any are
     is_rounded: bool = False  # whether its floats are, or uncoded would be, rounded stochastically
     rests_whole: bool = False  # whether devices hold all of it between steps, if others are cut
-    split: int = 1  # parts into which axes of data cut it, as experts: [Note: experts]
+    split: int = 1  # shards into which axes of data cut it, as experts: [Note: experts]
 
     @property
     def size(self) -> int:
@@ -89,17 +89,17 @@ class Bucket:
       padding: Elements at the end of a packed bucket that belong to no leaf.
       offset: Start of the shard in a device's flat arrays, in elements.
       has_main: Whether its main parameters or remainders are stored.
-      tensor_axes: Mesh axes of which devices have other parts of its leaves.
+      tensor_axes: Mesh axes of which devices have other shards of its leaves.
       num_layers: First dimension of a stacked leaf if devices hold shards of it and send it layer
         by layer; otherwise None.
-      inner_shape: Shape of one device's part after the sum over shard_axes: that of the shard,
+      inner_shape: Shape of one device's shard of the sum over shard_axes: ``shard_shape``,
         unless the state is sharded over replica_axes too.
-      is_sharded_param: Whether devices hold such a part of its only parameter, instead of all.
+      is_sharded_param: Whether devices hold such a shard of its only parameter, instead of all.
       leaf_alignment: If packed, its leaves begin at multiples of this many elements; elements
         between them are zero.
       is_coded: Whether its moments are coded, if any are.
       moment_offset: Start of its shard in the codes, or in the moments without codes.
-      split: Number of parts into which axes of data cut its leaves: [Note: experts].
+      split: Number of shards into which axes of data cut its leaves: [Note: experts].
     """
 
     leaves: tuple[int, ...]
@@ -126,7 +126,7 @@ class Bucket:
 
     @property
     def inner_size(self) -> int:
-        """Number of elements in one device's part after the sum over shard_axes."""
+        """Number of elements in one device's shard of the sum over shard_axes."""
         return math.prod(self.inner_shape)
 
     @property
@@ -227,7 +227,7 @@ def make_layout(
         several shards.
       keeps_main: ``keeps_main(dtype, is_held)``: whether main parameters are stored for leaves of
         a dtype; ``is_held``: whether devices hold shards of them, if ``shards_params``.
-      num_inner_shards: Number of parts into which the sum over shard_axes cuts. None: num_shards.
+      num_inner_shards: Number of shards of the sum over shard_axes. None: num_shards.
       shards_params: Whether devices hold only shards of scattered parameters.
       gathers_layers: Whether devices gather those of stacked leaves layer by layer.
       in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` elements, so that blocks of

@@ -56,7 +56,7 @@ def text_of(
     """Returns the text of a layout.
 
     Args:
-      layout: The layout of the parts of leaves that one device holds.
+      layout: The layout of the shards of leaves that tensor axes cut.
       tensor_parts: Sizes of the mesh axes, other than data axes, over which leaves are cut.
       main_kind: "float32" or "remainder16": how a bucket's main parameters are kept, if any.
       shard_parts: Sizes of data axes, which may cut leaves after those of ``tensor_parts``.
@@ -157,8 +157,8 @@ def sizes_of(text: str) -> str:
       'mu of 512 elements'
     """
     header = json.loads(text)
-    parts = header["num_shards"] * math.prod(header["tensor_parts"])
-    return f"mu of {parts * header['flat_size']} elements"
+    shards = header["num_shards"] * math.prod(header["tensor_parts"])
+    return f"mu of {shards * header['flat_size']} elements"
 
 
 def differences(got: str, expected: str) -> str | None:
@@ -173,9 +173,9 @@ def differences(got: str, expected: str) -> str | None:
     """
     if got == expected:
         return None
-    found = _differences(json.loads(got), json.loads(expected))
-    more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-    return "; ".join(found[:_MAX_SHOWN]) + more
+    lines = _differences(json.loads(got), json.loads(expected))
+    more = f"; and {len(lines) - _MAX_SHOWN} more" if len(lines) > _MAX_SHOWN else ""
+    return "; ".join(lines[:_MAX_SHOWN]) + more
 
 
 def changed_dtypes(got: str, expected: str) -> list[tuple[str, str, str]]:
@@ -198,21 +198,21 @@ def changed_dtypes(got: str, expected: str) -> list[tuple[str, str, str]]:
 
 def _differences(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     headers = [{k: v for k, v in text.items() if k not in _FOLLOW} for text in (got, expected)]
-    found = _changed(*headers)
+    lines = _changed(*headers)
     leaves, like = ({x["path"]: x for x in text["leaves"]} for text in (got, expected))
-    found += [f"leaf {path} is not expected" for path in leaves if path not in like]
-    found += [f"leaf {path} is missing" for path in like if path not in leaves]
+    lines += [f"leaf {path} is not expected" for path in leaves if path not in like]
+    lines += [f"leaf {path} is missing" for path in like if path not in leaves]
     for path in like:
         if path in leaves and (changes := _changed(leaves[path], like[path])):
-            found.append(f"leaf {path}: {', '.join(changes)}")
+            lines.append(f"leaf {path}: {', '.join(changes)}")
     if leaves.keys() == like.keys() and list(leaves) != list(like):
-        found.append("the leaves are in another order")
+        lines.append("the leaves are in another order")
     mine, theirs = (_by_leaf(text) for text in (got, expected))
     for path in theirs:
         if path in mine and mine[path] != theirs[path]:
-            found.append(f"bucket of {path}: {', '.join(_changed(mine[path], theirs[path]))}")
+            lines.append(f"bucket of {path}: {', '.join(_changed(mine[path], theirs[path]))}")
     sizes = [{k: text[k] for k in ("flat_size", "main_size")} for text in (got, expected)]
-    return found or _changed(*sizes)
+    return lines or _changed(*sizes)
 
 
 def _by_leaf(text: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jdistadam.core.codecs import FLOAT32, Codec
 from jdistadam.core.trees import Params
 from jdistadam.distributed import flat_arrays, packing
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_arrays import Part
+from jdistadam.distributed.flat_arrays import Field
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -26,16 +26,16 @@ from jdistadam.distributed.state import DistributedState
 
 def begun_shard(
     config: DistributedConfig,
-    part: Part,
+    field: Field,
     buckets: Sequence[Bucket],
     params: Sequence[Any],
     main: Any = None,
 ) -> jax.Array:
-    """This device's flat array of a part that begins with params, for consecutive buckets.
+    """This device's flat array of a field that begins with params, for consecutive buckets.
 
     Args:
       config: The configuration.
-      part: Main parameters, or an average.
+      field: Main parameters, or an average.
       buckets: All buckets that have it, or some of them.
       params: Leaves of the params, as this device holds them.
       main: This device's main parameters of the buckets, the exact values of params; None: there
@@ -49,7 +49,7 @@ def begun_shard(
     flat = flat if main is None else jnp.array(flat)  # main is another array
     # Varying, as shards are, for the type checker of shard_map.
     flat = collectives.to_varying(flat, config.parallel.cut_axes)
-    _, stored = part.codec.split(flat, jnp.bfloat16, jnp)
+    _, stored = field.codec.split(flat, jnp.bfloat16, jnp)
     return stored
 
 
@@ -67,14 +67,14 @@ def exact_values(
     kind = config.policy.main_params
     if main is not None and kind == FLOAT32 and all(bucket.has_main for bucket in buckets):
         return main
-    parts = []
+    exact = []
     for bucket, shard in zip(buckets, shards, strict=True):
         if main is not None and bucket.has_main:
             start = bucket.offset - buckets[0].offset
             kept = main[start : start + bucket.shard_size].reshape(bucket.shard_shape)
             shard = kind.join(shard, kept, jnp)
-        parts.append(shard.astype(jnp.float32))
-    return packing.flat_of(buckets, parts, jnp.float32)
+        exact.append(shard.astype(jnp.float32))
+    return packing.flat_of(buckets, exact, jnp.float32)
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:
@@ -98,12 +98,12 @@ def sent_dtypes(schedule: Schedule) -> list[Any]:
 
     None if it does not round it: devices hold such parameters as the main parameters define them.
     """
-    found: list[Any] = [None] * len(schedule.layout.leaves)
+    dtypes: list[Any] = [None] * len(schedule.layout.leaves)
     for entry in schedule.buckets:
         for gather in entry.after_update:
             for i in entry.bucket.leaves:
-                found[i] = None if gather.dtype == entry.bucket.dtype else gather.dtype
-    return found
+                dtypes[i] = None if gather.dtype == entry.bucket.dtype else gather.dtype
+    return dtypes
 
 
 # Parameters may be the rounded average by chance, while they have hardly moved. But rounding to 16
@@ -136,14 +136,14 @@ def compared_with_main(
     has_average = state.ema is not None and any(map(_rounds_average, layout.buckets))
     if not (compared or has_average):
         return [], False
-    given = config.parallel, kind, config.policy.param_comm_dtype, layout.buckets
+    static = config.parallel, kind, config.policy.param_comm_dtype, layout.buckets
     specs = tuple(jax.tree.leaves(global_specs(config, layout, params)))
-    compare = _comparison(*given, specs, bool(compared), has_average)
-    found = compare(jax.tree.leaves(params), state.main_params, state.ema)
-    found = jax.tree.map(lambda x: np.asarray(x).tolist(), found)
-    pairs = zip(compared, found["differ"], strict=True) if compared else ()
+    compare = _comparison(*static, specs, bool(compared), has_average)
+    results = compare(jax.tree.leaves(params), state.main_params, state.ema)
+    results = jax.tree.map(lambda x: np.asarray(x).tolist(), results)
+    pairs = zip(compared, results["differ"], strict=True) if compared else ()
     paths = [layout.leaves[i].path for bucket, differs in pairs for i in bucket.leaves if differs]
-    others, moved, size = found["average"] if has_average else (1, 0, 0)
+    others, moved, size = results["average"] if has_average else (1, 0, 0)
     return paths, not others and moved > _CHANCE * size
 
 
@@ -181,12 +181,12 @@ def _comparison(
                 exact = have if kept is None else kind.join(have, kept, jnp)
                 average = flat_arrays.shard_in(ema, bucket)
                 numbers.append(_beside_average(bucket, have, exact, average))
-        found = dict[str, jax.Array]()
+        sums = dict[str, jax.Array]()
         if with_main:
-            found["differ"] = collectives.all_reduce(jnp.stack(differ).astype(jnp.int32), axes) > 0
+            sums["differ"] = collectives.all_reduce(jnp.stack(differ).astype(jnp.int32), axes) > 0
         if with_average:
-            found["average"] = collectives.all_reduce(jnp.sum(jnp.stack(numbers), axis=0), axes)
-        return found
+            sums["average"] = collectives.all_reduce(jnp.sum(jnp.stack(numbers), axis=0), axes)
+        return sums
 
     flat = parallel.state_spec
     in_specs = (list(specs), flat, flat)

@@ -81,7 +81,7 @@ class DataParallel:
 
     @property
     def num_inner_shards(self) -> int:
-        """Number of parts into which gradients are cut over shard_axes."""
+        """Number of shards into which gradients are cut over shard_axes."""
         return 1 if self.strategy == "no_shard" else self.size(self.shard_axes)
 
     @property
@@ -176,10 +176,10 @@ def make_data_parallel(
     _check_choice("sharding_strategy", strategy, SHARDING_STRATEGIES)
     _check_choice("outer_sharding_strategy", outer_strategy, OUTER_SHARDING_STRATEGIES)
     check_flag("reshard_after_forward", reshard_after_forward)
-    made = DataParallel(
+    parallel = DataParallel(
         mesh, shard_axes, replica_axes, strategy, outer_strategy, reshard_after_forward
     )
-    idle = [axis for axis in made.tensor_axes if mesh.shape[axis] > 1]
+    idle = [axis for axis in parallel.tensor_axes if mesh.shape[axis] > 1]
     if idle and not has_param_specs:
         raise MeshError(
             f"mesh: axis {idle[0]!r} has no purpose: got {dict(mesh.shape)}, "
@@ -188,7 +188,7 @@ def make_data_parallel(
             "over it, say how params are sharded: param_specs={'w': PartitionSpec(None, "
             f"{idle[0]!r}), ...}}, with PartitionSpec() for those that are not sharded over it."
         )
-    return made
+    return parallel
 
 
 def _axes(mesh: Mesh, name: str, value: Any) -> tuple[str, ...]:
@@ -240,18 +240,18 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         )
 
 
-def tensor_specs(given: Any, params: Params) -> list[P]:
+def tensor_specs(param_specs: Any, params: Params) -> list[P]:
     """Returns the PartitionSpec of each leaf over tensor axes, and data axes that split it.
 
     Args:
-      given: The argument ``param_specs`` of the optimizer: PartitionSpecs, NamedShardings, or None
-        for a leaf that is not sharded, as Flax returns them.
+      param_specs: The argument of the optimizer: PartitionSpecs, NamedShardings, or None for a
+        leaf that is not sharded, as Flax returns them.
       params: Tree of params or of their shapes.
     """
-    if given is None:
+    if param_specs is None:
         return [P()] * len(jax.tree.leaves(params))
-    found = for_each_leaf(
-        given,
+    specs = for_each_leaf(
+        param_specs,
         params,
         name="param_specs",
         kind=_SPECS,
@@ -259,15 +259,15 @@ def tensor_specs(given: Any, params: Params) -> list[P]:
         expected="a PartitionSpec over tensor axes",
         is_leaf=lambda x: isinstance(x, _SPECS),
     )
-    return [_spec_of(x) for x in found]
+    return [_spec_of(x) for x in specs]
 
 
 _SPECS = (P, NamedSharding, type(None))
 
 
-def _spec_of(given: P | NamedSharding | None) -> P:
-    """One leaf's PartitionSpec from its given form."""
-    spec = P() if given is None else given.spec if isinstance(given, NamedSharding) else given
+def _spec_of(x: P | NamedSharding | None) -> P:
+    """One leaf's PartitionSpec, from what ``param_specs`` has for it."""
+    spec = P() if x is None else x.spec if isinstance(x, NamedSharding) else x
     if any(entry is P.UNCONSTRAINED for entry in spec):
         raise MeshError(
             "param_specs: leaves open over which axes a parameter is sharded: "
@@ -278,7 +278,7 @@ def _spec_of(given: P | NamedSharding | None) -> P:
 
 
 def over_axes(spec: P, axes: Iterable[str]) -> P:
-    """Returns the part of a PartitionSpec that concerns these axes."""
+    """Returns a PartitionSpec without the axes that are not among these."""
     kept = [tuple(name for name in axes_in(entry) if name in axes) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
@@ -303,8 +303,8 @@ def global_shapes(parallel: DataParallel, local: Params, specs: list[P]) -> Any:
         return local
 
     def whole(shape: Sequence[int], spec: P) -> tuple[int, ...]:
-        parts = [parallel.size(axes_in(entry)) for entry in spec]
-        return tuple(n * k for n, k in itertools.zip_longest(shape, parts, fillvalue=1))
+        sizes = [parallel.size(axes_in(entry)) for entry in spec]
+        return tuple(n * k for n, k in itertools.zip_longest(shape, sizes, fillvalue=1))
 
     leaves = [
         jax.ShapeDtypeStruct(whole(x.shape, spec), x.dtype)
@@ -324,7 +324,7 @@ def with_data_axes(layout: Layout, parallel: DataParallel, specs: list[P]) -> li
 
 
 def with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
-    """Adds axes to one dimension, inside a device's part over tensor axes."""
+    """Adds axes to one dimension, inside a device's shard over tensor axes."""
     if not axes:
         return spec
     entries = list(spec) + [None] * (dim + 1 - len(spec))
@@ -341,7 +341,7 @@ def tensor_cuts(spec: P, cutting_axes: tuple[str, ...]) -> tuple[tuple[int, ...]
 def _shape_on_a_device(
     parallel: DataParallel, path: str, shape: tuple[int, ...], spec: P
 ) -> tuple[int, ...]:
-    """The shape of a device's part of a global array."""
+    """The shape of a device's shard of a global array."""
     allowed = parallel.tensor_axes + parallel.shard_axes
     unknown = [axis for axis in axes_of(spec) if axis not in allowed]
     if unknown:
@@ -384,14 +384,14 @@ def _others(parallel: DataParallel) -> list[tuple[str, str]]:
     return model + [("replica", axis) for axis in parallel.replica_axes]
 
 
-def why_split(parallel: DataParallel, given: Any) -> str:
+def why_split(parallel: DataParallel, param_specs: Any) -> str:
     """Says whether ``param_specs`` cut parameters over axes of data; "": not as far as is known.
 
     What a function returns is unknown before there are params.
     """
-    if given is None or callable(given):
+    if param_specs is None or callable(param_specs):
         return ""
-    specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, _SPECS))
+    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, _SPECS))
     axes = [axis for x in specs if isinstance(x, _SPECS) for axis in axes_of(_spec_of(x))]
     splits = parallel.splitting(axes)
     return f"param_specs over axis {splits[0]!r}" if splits else ""

@@ -12,7 +12,7 @@ local gradients to a second region, compiles to the same collectives and copies.
 H200s as 4 x 2, for each sharding strategy, with one and with four micro-batches.) The nested region
 also works within a loop over micro-batches and in a user's own region.
 
-In a region over the data axes, an array consists of the parts of all devices along the tensor axes,
+In a region over the data axes, an array consists of the shards of devices along the tensor axes,
 concatenated along the dimensions that its PartitionSpec cuts. This holds for shards of parameters
 and for the flat arrays too. If tensor axes and shards cut the same dimension, the order differs
 from that of the whole parameter, whose blocks over tensor axes are the larger ones: ``train_step``
@@ -274,6 +274,6 @@ def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any
         return specs
     of_leaves = jax.tree.leaves(specs)
     packed = P(config.parallel.tensor_axes)
-    # Stored leaves may have permuted dimensions. The parts of devices are concatenated along one
+    # Stored leaves may have permuted dimensions. The shards of devices are concatenated along one
     # of them, and split along the same one.
     return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]

@@ -1,7 +1,7 @@
 """The global norm of gradients; norms of gradients, parameters and updates, by leaf or by group.
 
 The kernels sum the squares (cuda/squares.h); they treat each bucket's shard as one leaf. In a
-bucket that packs several leaves, each device has another part of the leaves. For such buckets the
+bucket that packs several leaves, each device has other elements of the leaves. For such buckets the
 kernels store the square of each element, and the squares of a leaf are added afterwards.
 
 Meshes with the same layout give the same sums, except that the collective library determines the
@@ -151,8 +151,8 @@ def norms_of(
         norms = norms.at[:, 0].multiply(jnp.where(is_whole, 1, norm / limit))
     total, *of_groups = norms
     named = [row for name, row in zip(groups, of_groups, strict=True) if name is not None]
-    found = [*total[1:], *(x for row in named for x in row)]
-    return dict(zip(names_of(config.norms, layout), found, strict=True))
+    values = [*total[1:], *(x for row in named for x in row)]
+    return dict(zip(names_of(config.norms, layout), values, strict=True))
 
 
 def _summed(
@@ -199,7 +199,7 @@ def norm_and_finite(
     by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
     for bucket, shard in zip(layout.buckets, grads.arrays, strict=True):
         by_axes.setdefault(bucket.tensor_axes, []).append(shard)
-    squares, found = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
+    squares, found_inf = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.bool_)
     for axes, arrays in sorted(by_axes.items()):
         partial_squares, found_here = multi_tensor.sum_of_squares(
             arrays, norm_scale(scaling), one_by_one=config.updates_early
@@ -207,14 +207,14 @@ def norm_and_finite(
         copies = tuple(axis for axis in parallel.tensor_axes if axis not in axes)
         if copies:
             partial_squares = jnp.where(collectives.axis_index(copies) == 0, partial_squares, 0)
-        squares, found = squares + partial_squares, found | found_here
-    return norm_of_squares(config, squares, found, grads.mean_scale, scaling)
+        squares, found_inf = squares + partial_squares, found_inf | found_here
+    return norm_of_squares(config, squares, found_inf, grads.mean_scale, scaling)
 
 
 def norm_of_squares(
     config: DistributedConfig,
     squares: jax.Array,
-    found: jax.Array,
+    found_inf: jax.Array,
     mean_scale: jax.Array,
     scaling: LossScaleState | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -223,6 +223,6 @@ def norm_of_squares(
     if scaling is None:
         squares = collectives.all_reduce(squares, axes)
         return jnp.sqrt(squares) * mean_scale, jnp.zeros((), jnp.bool_)
-    both = jnp.stack([squares, found.astype(jnp.float32)])
+    both = jnp.stack([squares, found_inf.astype(jnp.float32)])
     squares, count = collectives.all_reduce(collectives.to_varying(both, axes), axes)
     return jnp.sqrt(squares) * mean_scale, count > 0

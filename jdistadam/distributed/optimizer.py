@@ -32,9 +32,8 @@ from jdistadam.distributed.checks import (
     check_ema_decay,
     parse_state_memory,
 )
-from jdistadam.distributed.communication import choose_communication
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, parts_of
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, fields_of
 from jdistadam.distributed.layers import as_layers
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -43,6 +42,7 @@ from jdistadam.distributed.state import DistributedState, StepResult
 from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.step import init_local
 from jdistadam.distributed.transformation import DistributedTransformation
+from jdistadam.distributed.transport import choose_transport
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
 
@@ -241,7 +241,7 @@ def distributed(
         loss_scale=loss_scale,
         average_grads=average_grads,
         bucket_bytes=bucket_bytes,
-        given_param_specs=param_specs,
+        param_specs=param_specs,
         layers=layers,
         ema_decay=ema_decay,
         norm_guard=norm_guard,
@@ -249,16 +249,16 @@ def distributed(
         early_updates=early_updates,
         reshard_after_backward=reshard_after_backward,
     )
-    on_host = parse_state_memory(state_memory, parts_of(config))
+    on_host = parse_state_memory(state_memory, fields_of(config))
     config = dataclasses.replace(config, on_host=on_host)
-    chosen = choose_communication(
+    transport = choose_transport(
         communication,
         parallel,
         policy,
         updates_early=config.updates_early,
         param_specs=param_specs,
     )
-    config = dataclasses.replace(config, communication=chosen)
+    config = dataclasses.replace(config, transport=transport)
     _check_effects(config)
     specs = _state_specs(config)
     return DistributedTransformation.make(_Functions(config, specs), config, specs)
@@ -271,8 +271,8 @@ def _check_effects(config: DistributedConfig) -> None:
     waits = ("max_grad_norm", *(guard.option for guard in GUARDS))
     late = []
     if config.early_updates:
-        given = [(name, getattr(config, name)) for name in waits]
-        late = [f"{name}={x!r:.60}" for name, x in given if x is not None]
+        pairs = [(name, getattr(config, name)) for name in waits]
+        late = [f"{name}={x!r:.60}" for name, x in pairs if x is not None]
         late += [f"mesh axis {axis!r} of a model" for axis in parallel.tensor_axes]
     check_effects(
         (
@@ -383,8 +383,8 @@ class _Functions:
         # Arrays that may not fit on the device are made on the host and filled in windows, or
         # bucket by bucket if there are many leaves.
         view = StateView(config, params)
-        for name, part in view.parts.items():
-            if part.begins == "params":
+        for name, field in view.fields.items():
+            if field.begins == "params":
                 state = view.with_begun(name, state, params, state.main_params)
             else:
                 state = state._replace(**{name: view.zeros(name)})
@@ -411,7 +411,7 @@ def _state_specs(config: DistributedConfig) -> DistributedState:
     }
     coded: Any = FlatCodes(flat, flat, flat)
     arrays = {
-        name: coded if part.codec.is_coded else flat for name, part in parts_of(config).items()
+        name: coded if field.codec.is_coded else flat for name, field in fields_of(config).items()
     }
     return DistributedState(
         count=everywhere,

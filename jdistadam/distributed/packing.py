@@ -16,14 +16,14 @@ from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.kernels import multi_tensor, native
 
 
-class Piece(NamedTuple):
-    """A bucket, or a part of one device's shard of it: what a kernel call steps.
+class Span(NamedTuple):
+    """A device's shard of a bucket, or a range of it: what a kernel call steps.
 
     Attributes:
       bucket_index: The index of the bucket in the layout.
-      bucket: The bucket. For a part of it: the same leaf and dtypes, the positions of the part, and
-        its elements as a packed array.
-      start: The first element of the part in the shard; None for the whole bucket.
+      bucket: The bucket. For a range: the same leaf and dtypes, the positions of the range, and its
+        elements as a packed array.
+      start: The first element of the range in the shard; None for the whole shard.
     """
 
     bucket_index: int
@@ -31,18 +31,18 @@ class Piece(NamedTuple):
     start: int | None = None
 
     def of(self, shard: Any) -> Any:
-        """The piece's part of an array like the bucket's shard; None stays None."""
+        """The span's elements of an array like the bucket's shard; None stays None."""
         if self.start is None or shard is None:
             return shard
         end = self.start + self.bucket.shard_size
         return native.unfused(lax.slice_in_dim(shard.reshape(-1), self.start, end))
 
 
-def joined(bucket: Bucket, parts: dict[int, jax.Array]) -> jax.Array:
-    """Returns a bucket's shard from its parts, by their first elements; the inverse of ``of``."""
-    if len(parts) == 1:
-        return parts[0]
-    in_order = [parts[start] for start in sorted(parts)]
+def joined(bucket: Bucket, spans: dict[int, jax.Array]) -> jax.Array:
+    """Returns a bucket's shard from its spans, by their first elements; the inverse of ``of``."""
+    if len(spans) == 1:
+        return spans[0]
+    in_order = [spans[start] for start in sorted(spans)]
     return jnp.concatenate(in_order).reshape(bucket.shard_shape)
 
 
@@ -67,7 +67,7 @@ def shard_of(whole: Any, index: Any, num_shards: int, dim: int) -> jax.Array:
 def state_shard(
     parallel: DataParallel, bucket: Bucket, params: Sequence[Any], dtype: Any
 ) -> jax.Array:
-    """Returns the part of a bucket's parameters that matches this device's state."""
+    """Returns the shard of a bucket's parameters that matches this device's state."""
     array = bucket_array(bucket, params, dtype)
     axes = axes_left_to_cut(parallel, bucket, array.shape)
     if not axes:
@@ -92,13 +92,13 @@ def axes_left_to_cut(
 
 def flat_of(buckets: Sequence[Bucket], shards: Sequence[Any], dtype: Any) -> jax.Array:
     """Puts one device's shards of consecutive buckets into an array; gaps are zero."""
-    parts, end = [jnp.zeros((0,), dtype)], 0
+    arrays, end = [jnp.zeros((0,), dtype)], 0
     for bucket, shard in zip(buckets, shards, strict=True):
         start = bucket.offset - buckets[0].offset
-        parts += [jnp.zeros((start - end,), dtype), shard.reshape(-1)]
+        arrays += [jnp.zeros((start - end,), dtype), shard.reshape(-1)]
         end = start + bucket.shard_size
-    parts.append(jnp.zeros((aligned(end) - end,), dtype))
-    return jnp.concatenate(parts)
+    arrays.append(jnp.zeros((aligned(end) - end,), dtype))
+    return jnp.concatenate(arrays)
 
 
 def leaves_of_bucket(layout: Layout, bucket: Bucket, whole: Any) -> list[tuple[int, jax.Array]]:

@@ -24,7 +24,7 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
     device memory, of which devices have equal parts.
     """
     return (
-        config.communication.is_peer
+        config.transport.keeps_parts
         and not (config.parallel.replica_axes or config.on_host)
         and bucket.has_main
         and config.policy.main_params == FLOAT32
@@ -43,8 +43,7 @@ def adding(config: DistributedConfig, call: Call, norm_scale: Any) -> Adding | N
     """How the kernel of a call adds parts; None: they were added before, or never were any."""
     if not steps_on_parts(config, call.buckets[0]):
         return None
-    groups = config.groups_of(config.parallel.shard_axes)
-    cuts = [Cut(x.shard_shape, x.cut_dim, groups) for x in call.buckets]
+    cuts = [Cut(x.shard_shape, x.cut_dim, config.transport.groups) for x in call.buckets]
     return Adding(cuts, norm_scale, is_written_whole(config, call.buckets[0]))
 
 
@@ -79,11 +78,11 @@ def added(
     for call in make_calls(config, schedule, [x.dtype for x in arrays]):
         if not all_of_them and are_all_parts and steps_on_parts(config, call.buckets[0]):
             continue
-        of_call = [piece.bucket_index for piece in call.pieces]
+        of_call = [span.bucket_index for span in call.spans]
         indices = [i for i in of_call if isinstance(arrays[i], Parts)]
         if not indices:
             continue
         sums = sum_parts([arrays[i] for i in indices], scale)
-        for i, total, found in zip(indices, *sums, strict=True):
-            arrays[i], tiles[i] = total, found
+        for i, total, of_total in zip(indices, *sums, strict=True):
+            arrays[i], tiles[i] = total, of_total
     return grads._replace(arrays=arrays), tiles if are_all_parts else ()

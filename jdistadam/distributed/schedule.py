@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.distributed.layers import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
+from jdistadam.distributed.transport import Transport
 from jdistadam.kernels.copies import Groups
 
 _SMALL = 0.01  # share of a layer's parameters: biases and norm scales are smaller, matrices larger
@@ -150,11 +150,6 @@ class BucketSchedule:
         return sent[-1].elements * sent[-1].dtype.itemsize if sent else 0
 
     @property
-    def is_copied(self) -> bool:
-        """Whether it goes over peer memory."""
-        return any(x.groups for x in self.collectives)
-
-    @property
     def whole_bytes(self) -> int:
         """Bytes of its parameters."""
         return max((x.elements for x in self.collectives), default=0) * self.bucket.dtype.itemsize
@@ -198,7 +193,7 @@ def make_schedule(
     parallel: DataParallel,
     policy: MixedPrecisionPolicy,
     accumulate_steps: int,
-    groups_of: Callable[[Axes], Groups],
+    transport: Transport,
 ) -> Schedule:
     """Decides what every bucket of a layout sends.
 
@@ -207,17 +202,18 @@ def make_schedule(
       parallel: The axes and the strategy.
       policy: The dtypes.
       accumulate_steps: Number of micro-batches; affects only ``times``.
-      groups_of: Returns, for axes, ``groups`` of a collective along them.
+      transport: How they travel.
 
     Example:
       >>> import jax
       >>> from jdistadam.distributed.layout import make_layout
       >>> from jdistadam.distributed.layout import Leaf
+      >>> from jdistadam.distributed.transport import OVER_XLA
       >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
       >>> layout = make_layout([Leaf("w", (512, 64), jnp.dtype("float32"), 0)], 4, 1 << 20)
       >>> parallel = DataParallel(mesh, ("data",))
-      >>> made = make_schedule(layout, parallel, MixedPrecisionPolicy(), 1, lambda axes: ())
-      >>> for c in made.collectives:
+      >>> schedule = make_schedule(layout, parallel, MixedPrecisionPolicy(), 1, OVER_XLA)
+      >>> for c in schedule.collectives:
       ...     print(c.op, c.dtype, c.axes, c.elements, c.when)
       reduce-scatter float32 ('data',) 32768 step
       all-gather float32 ('data',) 32768 step
@@ -227,7 +223,7 @@ def make_schedule(
         size = layer_sizes.get(bucket.num_layers, 0)
         layer_sizes[bucket.num_layers] = size + bucket.shard_size
     num_reductions = accumulate_steps if parallel.shards_grads else 1
-    maker = _PhaseMaker(parallel, policy, num_reductions, groups_of)
+    maker = _PhaseMaker(parallel, policy, num_reductions, transport)
     entries = []
     for bucket in layout.buckets:
         paths = tuple(layout.leaves[i].path for i in bucket.leaves)
@@ -251,7 +247,7 @@ def phases_of_shard(
     policy: MixedPrecisionPolicy,
     elements: int,
     dtype: Any,
-    groups_of: Callable[[Axes], Groups],
+    transport: Transport,
 ) -> tuple[Phase, Phase]:
     """Returns how a sharded parameter is gathered, and its gradients summed.
 
@@ -262,9 +258,9 @@ def phases_of_shard(
       policy: The dtypes.
       elements: Size of the whole parameter, or of one layer of it.
       dtype: The dtype of the parameter.
-      groups_of: Returns, for axes, ``groups`` of a collective along them.
+      transport: How they travel.
     """
-    maker = _PhaseMaker(parallel, policy, num_reductions=1, groups_of=groups_of)
+    maker = _PhaseMaker(parallel, policy, num_reductions=1, transport=transport)
     axes = parallel.shard_axes
     gather = maker.all_gather((), elements, axes, dtype)
     return gather, maker.reduce_scatter((), elements, axes, policy.comm_dtype)
@@ -277,7 +273,7 @@ class _PhaseMaker:
     parallel: DataParallel
     policy: MixedPrecisionPolicy
     num_reductions: int  # how often a step reduces gradients over shard_axes
-    groups_of: Callable[[Axes], Groups]
+    transport: Transport
 
     def bucket_schedule(
         self, bucket: Bucket, paths: tuple[str, ...], whole_size: int
@@ -312,7 +308,7 @@ class _PhaseMaker:
     def reduce_scatter(
         self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Phase:
-        """Sums an array; each device keeps a part. Nothing is sent along no axes."""
+        """Sums an array; each device keeps a shard. Nothing is sent along no axes."""
         if self.policy.grad_reduce_dtype is None and axes:
             return (self._one("reduce-scatter", paths, elements, axes, dtype),)
         exchanges = []
@@ -344,7 +340,8 @@ class _PhaseMaker:
     def _one(
         self, op: str, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any
     ) -> Collective:
-        devices, dtype, groups = self.parallel.size(axes), jnp.dtype(dtype), self.groups_of(axes)
+        devices, dtype = self.parallel.size(axes), jnp.dtype(dtype)
+        groups = self.transport.groups_along(axes)
         return Collective(op, dtype, elements, axes, devices, 1, paths, groups=groups)
 
 

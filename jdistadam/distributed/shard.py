@@ -30,12 +30,12 @@ from jdistadam.errors import MeshError
 )
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """This device's part of a parameter, or of the sum of its gradients over ``shard_axis``.
+    """What this device has of a parameter, or of the sum of its gradients over ``shard_axis``.
 
     A pytree node around an array. ``jax.tree.map`` and norms over leaves get the values and the
-    shape of this device's part. The static part of the node has neither name nor shape, so equal
-    layers have equal tree structures. Dimensions are counted from the end, so they are the same in
-    a stack of layers, in one layer and under ``jax.vmap``.
+    shape of the shard. Neither name nor shape is static in the node, so equal layers have equal
+    tree structures. Dimensions are counted from the end, so they are the same in a stack of layers,
+    in one layer and under ``jax.vmap``.
 
     Attributes:
       value: The array. For a parameter it has the dtype of the gradients, and ``step`` and
@@ -60,7 +60,7 @@ class Shard:
 
     @classmethod
     def of_bucket(cls, bucket: Bucket, value: jax.Array, spec: P) -> Shard:
-        """Marks this device's part of a bucket's only leaf, which tensor axes cut by ``spec``."""
+        """Marks this device's shard of a bucket's only leaf, which tensor axes cut by ``spec``."""
         ndim = value.ndim - (bucket.num_layers is not None)
         entries = (list(spec) + [None] * (value.ndim - len(spec)))[value.ndim - ndim :]
         dim, dtype = bucket.cut_dim - value.ndim, jnp.dtype(bucket.dtype)
@@ -68,7 +68,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of this part."""
+        """The shape of the shard."""
         return self.value.shape
 
     @property
@@ -169,7 +169,7 @@ def refuse_unmarked(schedule: Schedule | None, params: Params) -> None:
 
     Args:
       schedule: The schedule of the params to which the optimizer is bound.
-      params: All of them, or a part.
+      params: All of them, or a subtree.
     """
     if any(map(is_shard, leaves_of(params))):
         return

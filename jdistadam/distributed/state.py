@@ -22,7 +22,7 @@ class DistributedState(NamedTuple):
       count: Shape (), int32: steps taken, excluding skipped ones; replicated.
       main_params: Shape (devices * main_size,), float32, sharded: the main parameters. With
         "remainder16": their low halves, uint16. None if no parameter has one. ``devices`` is the
-        number of devices with different parts, along shard axes and tensor axes.
+        number of devices with different shards, along shard axes and tensor axes.
       mu: Shape (devices * flat_size,), mu_dtype of the optimizer, sharded; FlatCodes for "block8"
         and "block16".
       nu: The same shape, nu_dtype of the optimizer, sharded; likewise.
@@ -91,16 +91,16 @@ class Functions(Protocol):
 
 def find_state(opt_state: OptState) -> DistributedState:
     """Returns the DistributedState in a state that may be a chain's."""
-    found = trees.parts_of(opt_state, DistributedState)
-    if len(found) != 1:
+    states = trees.parts_of(opt_state, DistributedState)
+    if len(states) != 1:
         raise TreeError(
             "opt_state: not the state of a distributed optimizer: "
-            f"got {type(opt_state).__name__} with {len(found)} DistributedState in it, "
+            f"got {type(opt_state).__name__} with {len(states)} DistributedState in it, "
             "expected a DistributedState, or the state of a chain with one. Call "
             "step(grads, opt_state, params) with what init, step or TrainState.create returned; "
             "restore a checkpoint into TrainState.shapes(params, tx), which gives it these types."
         )
-    return found[0]
+    return states[0]
 
 
 def check_own_state(state: Any) -> None:

@@ -1,12 +1,12 @@
-"""The parts of a distributed state by parameter, outside of ``jax.shard_map``.
+"""The flat arrays of a distributed state by parameter, outside of ``jax.shard_map``.
 
-``flat_arrays.Part`` describes what a flat array holds, and the layout where. A part is made and
+``flat_arrays.Field`` describes what a flat array holds, and the layout where. One is made and
 taken apart in three ways, because there are three ways to run:
 
-- inside of shard_map, ``step.init_local`` begins all parts of one device;
-- in programs over global arrays, a few leaves at a time, so that a part never exists twice:
+- inside of shard_map, ``step.init_local`` begins all of one device;
+- in programs over global arrays, a few leaves at a time, so that none ever exists twice:
   ``extract`` and ``insert``, for checkpoints and for states that are large;
-- on the host, whole parts at once: ``to_host`` and ``from_host``, for optax's form.
+- on the host, a whole one at once: ``to_host`` and ``from_host``, for optax's form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jdistadam.core.guards import Guard, continued
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory, packing
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.flat_arrays import is_flat_codes, parts_of
+from jdistadam.distributed.flat_arrays import fields_of, is_flat_codes
 from jdistadam.distributed.global_arrays import fetch
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.main_params import begun_shard
@@ -36,7 +36,7 @@ from jdistadam.distributed.state import find_state, map_state
 
 
 class StateView:
-    """The parts of states of one optimizer for params of one layout.
+    """The fields of states of one optimizer for params of one layout.
 
     Args:
       config: The configuration of the optimizer.
@@ -45,11 +45,11 @@ class StateView:
     Attributes:
       config: The configuration.
       layout: The layout of the params.
-      parts: The parts by name.
+      fields: Those that are flat arrays, by name.
     """
 
     def __init__(self, config: DistributedConfig, params: Params) -> None:
-        self.config, self.parts = config, parts_of(config)
+        self.config, self.fields = config, fields_of(config)
         self.layout = config.schedule(config.tensor_local(params)).layout
         self._shapes: list[Any] = jax.tree.leaves(params)
         self._tensor_specs: list[Any] = jax.tree.leaves(config.tensor_specs(params))
@@ -61,7 +61,7 @@ class StateView:
     # In programs over global arrays, bucket by bucket.
 
     def zeros(self, name: str) -> Any:
-        """Returns the flat array of a part on all devices, filled with zeros."""
+        """Returns the flat array of a field on all devices, filled with zeros."""
         return flat_arrays.zeros(self.config, self.layout, name)
 
     def extract(self, name: str, bucket: Bucket, flat: Any) -> list[jax.Array]:
@@ -84,22 +84,22 @@ class StateView:
         return bucket_leaves.inserted(form, flat, bucket.offset, leaves)
 
     def with_begun(self, name: str, opt_state: OptState, params: Params, main: Any = None) -> Any:
-        """Returns a state whose part begins with params; unchanged if it has no such part.
+        """Returns a state with a field that begins with params; unchanged if it has no such field.
 
         Args:
-          name: The name of the part.
+          name: The name of the field.
           opt_state: The state, or that of a chain.
           params: Tree of global arrays like the params, in float32 or a dtype that converts exactly
             to it.
           main: Main parameters of a state, if these are the exact values of ``params``.
         """
-        if name not in self.parts:
+        if name not in self.fields:
             return opt_state
         flat = self._begun(name, params, main)
         return map_state(lambda state: state._replace(**{name: flat}), opt_state)
 
     def with_exact_values(self, opt_state: OptState, exact: Params, params: Params) -> Any:
-        """Returns a state whose parts begin with the exact values of params.
+        """Returns a state whose fields begin with the exact values of params.
 
         Args:
           opt_state: The state, or that of a chain.
@@ -109,14 +109,14 @@ class StateView:
         """
         opt_state = self.with_begun("main_params", opt_state, exact)
         main = find_state(opt_state).main_params
-        for name, part in self.parts.items():
-            if part.begins == "params" and name != "main_params":
+        for name, field in self.fields.items():
+            if field.begins == "params" and name != "main_params":
                 opt_state = self.with_begun(name, opt_state, params, main)
         return opt_state
 
     def _begun(self, name: str, params: Params, main: Any) -> Any:
-        config, part = self.config, self.parts[name]
-        buckets = [bucket for bucket in self.layout.buckets if part.has(bucket)]
+        config, field = self.config, self.fields[name]
+        buckets = [bucket for bucket in self.layout.buckets if field.has(bucket)]
         if not buckets:
             has_none = flat_arrays.types_of_arrays(config, self.layout)[name] is None
             return None if has_none else self.zeros(name)
@@ -125,16 +125,16 @@ class StateView:
             return self._begun_by_buckets(name, buckets, params)
 
         def local(tree: Params, main: Any) -> Any:
-            return begun_shard(config, part, buckets, jax.tree.leaves(tree), main)
+            return begun_shard(config, field, buckets, jax.tree.leaves(tree), main)
 
         def in_windows(tree: Params, main: Any, new: Any) -> Any:
-            for window in calls.windows(self.layout, splits=False):
-                if slots := calls.slots_of(config, name, window):
-                    of_main = calls.slots_of(config, "main_params", window)
+            for spans in calls.consecutive_spans(self.layout, splits=False):
+                if windows := calls.windows_of(config, name, spans):
+                    of_main = calls.windows_of(config, "main_params", spans)
                     kept = host_memory.cut(main, of_main) if of_main and main is not None else None
-                    some = [piece.bucket for piece in window if part.has(piece.bucket)]
-                    begun = begun_shard(config, part, some, jax.tree.leaves(tree), kept)
-                    new = host_memory.put(new, begun, slots)
+                    some = [span.bucket for span in spans if field.has(span.bucket)]
+                    begun = begun_shard(config, field, some, jax.tree.leaves(tree), kept)
+                    new = host_memory.put(new, begun, windows)
             return new
 
         mapped = functools.partial(compat.shard_map, mesh=config.mesh, out_specs=flat)
@@ -144,11 +144,11 @@ class StateView:
         return jax.jit(mapped(local, in_specs=(specs, flat)))(params, main)
 
     def _begun_by_buckets(self, name: str, buckets: Sequence[Bucket], params: Params) -> Any:
-        """A part that begins with params, made by programs that other buckets share."""
+        """A flat array that begins with params, made by programs that other buckets share."""
         flat, leaves = self.zeros(name), jax.tree.leaves(params)
         for bucket in buckets:
-            form = dataclasses.replace(self.form(bucket), codec=self.parts[name].codec)
-            placed = jax.device_put([leaves[i] for i in bucket.leaves], form.places)
+            form = dataclasses.replace(self.form(bucket), codec=self.fields[name].codec)
+            placed = jax.device_put([leaves[i] for i in bucket.leaves], form.shardings)
             flat = self._inserted(form, name, bucket, flat, placed)
         return flat
 
@@ -166,34 +166,34 @@ class StateView:
     # On the host, all leaves at once.
 
     def to_host(self, name: str, flat: Any) -> list[np.ndarray]:
-        """Returns the leaves of a part, put together from all devices.
+        """Returns the leaves of a field, put together from all devices.
 
-        They are as stored, float32 for codes, and zero if the part does not have them. If processes
-        share the mesh, all call this.
+        They are as stored, float32 for codes, and zero if the field lacks them. If processes share
+        the mesh, all call this.
         """
         by_device = self._decoded(name, flat) if is_flat_codes(flat) else fetch(flat)
         by_device = by_device.reshape(*self._sizes, -1)
         leaves = [np.zeros(x.shape, by_device.dtype) for x in self._shapes]
-        for block in self._blocks():
-            local = packing.leaves_of_flat(block.layout, block.of(by_device))
-            for i, where in block.places.items():
+        for shard in self._model_shards():
+            local = packing.leaves_of_flat(shard.layout, shard.of(by_device))
+            for i, where in shard.slices.items():
                 leaves[i][where] = local[i]
         return leaves
 
     def from_host(self, name: str, leaves: Sequence[np.ndarray]) -> Any:
-        """Returns the flat array of a part: the inverse of ``to_host``, in the part's dtype."""
-        part, parallel = self.parts[name], self.config.parallel
-        by_device = np.zeros((*self._sizes, self.layout.flat_size), part.dtype)
-        for block in self._blocks():
-            local = [x[block.places[i]] if i in block.places else x for i, x in enumerate(leaves)]
-            packing.put_leaves(block.layout, local, block.of(by_device))
-        if not part.codec.is_coded:
+        """Returns the flat array of a field: the inverse of ``to_host``, in its dtype."""
+        field, parallel = self.fields[name], self.config.parallel
+        by_device = np.zeros((*self._sizes, self.layout.flat_size), field.dtype)
+        for shard in self._model_shards():
+            local = [x[shard.slices[i]] if i in shard.slices else x for i, x in enumerate(leaves)]
+            packing.put_leaves(shard.layout, local, shard.of(by_device))
+        if not field.codec.is_coded:
             return jax.device_put(by_device.reshape(-1), self.config.state_sharding(name))
-        place, coded = NamedSharding(self.config.mesh, parallel.state_spec), self.zeros(name)
+        sharding, coded = NamedSharding(self.config.mesh, parallel.state_spec), self.zeros(name)
         floats = by_device.reshape(math.prod(self._sizes), self.layout.flat_size)
         for bucket in self.layout.buckets:
             end = bucket.offset + -(-bucket.shard_size // BLOCK) * BLOCK
-            shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), place)
+            shards = jax.device_put(floats[:, bucket.offset : end].reshape(-1), sharding)
             coded = flat_arrays.with_shards(self.config, bucket, name, coded, shards)
         return coded
 
@@ -212,10 +212,10 @@ class StateView:
         """Devices along each axis that cuts a flat array."""
         return [self.config.mesh.shape[axis] for axis in self.config.parallel.cut_axes]
 
-    def _blocks(self) -> Iterator[_Block]:
-        """The parts into which axes cut leaves before their state is sharded.
+    def _model_shards(self) -> Iterator[_ModelShard]:
+        """The shards into which axes cut leaves before their state is sharded.
 
-        Leaves that other data axes split are cut by other axes, so their blocks are apart.
+        Leaves that other data axes split are cut by other axes, so their shards are apart.
         """
         mesh, cut_axes = self.config.mesh, self.config.parallel.cut_axes
         of_axes = dict[DataParallel, list[Bucket]]()
@@ -226,32 +226,31 @@ class StateView:
             layout = Layout(parallel.num_shards, self.layout.leaves, tuple(buckets))
             axes = [axis for axis in cut_axes if axis not in parallel.state_axes]
             for index in np.ndindex(*(mesh.shape[axis] for axis in axes)):
-                place = dict(zip(axes, index, strict=True))
-                device = mesh.devices[tuple(place.get(axis, 0) for axis in mesh.axis_names)]
-                places = {
+                at = dict(zip(axes, index, strict=True))
+                device = mesh.devices[tuple(at.get(axis, 0) for axis in mesh.axis_names)]
+                slices = {
                     i: NamedSharding(mesh, self._tensor_specs[i]).devices_indices_map(
                         self._shapes[i].shape
                     )[device]
                     for bucket in buckets
                     for i in bucket.leaves
                 }
-                yield _Block(
-                    layout, tuple(place.get(axis, slice(None)) for axis in cut_axes), places
-                )
+                devices = tuple(at.get(axis, slice(None)) for axis in cut_axes)
+                yield _ModelShard(layout, devices, slices)
 
 
-class _Block(NamedTuple):
-    """One of the parts into which axes cut leaves, and the devices that share its state.
+class _ModelShard(NamedTuple):
+    """One of the shards into which axes cut leaves, and the devices that share its state.
 
     Attributes:
-      layout: The layout of this part alone.
-      devices: The place of these devices along the axes that cut a flat array.
-      places: The place of the part in each leaf of the layout.
+      layout: The layout of this shard alone.
+      devices: The indices of these devices along the axes that cut a flat array.
+      slices: Where the shard is in each leaf of the layout.
     """
 
     layout: Layout
     devices: tuple[int | slice, ...]
-    places: dict[int, tuple[slice, ...]]
+    slices: dict[int, tuple[slice, ...]]
 
     def of(self, by_device: np.ndarray) -> np.ndarray:
         """A view of these devices' rows of an array with a dimension for each axis."""

@@ -19,7 +19,7 @@ from jdistadam.distributed.accumulate import summed_gradients
 from jdistadam.distributed.average import with_next_ema
 from jdistadam.distributed.checks import check_inside, check_options, check_step
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import parts_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import fields_of, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import begun_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
@@ -33,17 +33,17 @@ from jdistadam.kernels.parts import Parts
 
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
-    """This device's part of the initial state; ``params`` are whole, or shards."""
+    """This device's shard of the initial state; ``params`` are whole, or shards."""
     arrays, leaves = types_of_arrays(config, layout), jax.tree.leaves(params)
     axes, storage = config.parallel.cut_axes, config.algorithm.storage
-    for name, part in parts_of(config).items():
+    for name, field in fields_of(config).items():
         if arrays[name] is None:  # no parameter has it
             continue
-        if part.begins == "params":
+        if field.begins == "params":
             check_not_transformed("init", params)
-            buckets = [bucket for bucket in layout.buckets if part.has(bucket)]
+            buckets = [bucket for bucket in layout.buckets if field.has(bucket)]
             main = arrays["main_params"] if name != "main_params" else None
-            arrays[name] = begun_shard(config, part, buckets, leaves, main)
+            arrays[name] = begun_shard(config, field, buckets, leaves, main)
         else:  # varying over the axes, as shards are, for the type checker of shard_map
             zeros = jax.tree.map(jnp.zeros_like, arrays[name])
             arrays[name] = jax.tree.map(lambda x: collectives.to_varying(x, axes), zeros)

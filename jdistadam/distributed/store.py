@@ -15,24 +15,26 @@ import jax
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.calls import Call
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import Slot, arrays_of, field_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import Window, arrays_of, joined_field, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.state import DistributedState
 
 
 class Taken(NamedTuple):
-    """What a call takes, by name: arrays, and where its pieces are in them."""
+    """What a call takes, by name: arrays, and the windows of its spans in them."""
 
     arrays: dict[str, Any]
-    slots: dict[str, list[Slot]]
+    windows: dict[str, list[Window]]
 
     def starts(self, name: str) -> tuple[int, ...]:
-        """The first elements of the pieces in an array."""
-        return tuple(slot.start for slot in self.slots[name])
+        """The first elements of the spans in an array."""
+        return tuple(window.start for window in self.windows[name])
 
-    def part(self, name: str) -> Any:
-        """The part of an array that has the pieces; None: the call does not take the array."""
-        return host_memory.cut(self.arrays[name], self.slots[name]) if name in self.arrays else None
+    def window(self, name: str) -> Any:
+        """The spans in an array, as one window of it; None: the call does not take the array."""
+        return (
+            host_memory.cut(self.arrays[name], self.windows[name]) if name in self.arrays else None
+        )
 
 
 class Store:
@@ -56,19 +58,19 @@ class Store:
         after: Sequence[Any] = (),
     ) -> None:
         self._config, self._state = config, state
-        self._names = {name for call in calls for name in call.slots}
+        self._names = {name for call in calls for name in call.windows}
         self._arrays = arrays_of({name: getattr(state, name) for name in self._names})
         self._streamed = [call for call in calls if _on_host(config, call)]
-        windows, lines = _windows(config, self._arrays, self._streamed)
-        needed = [inputs[call.pieces[0].bucket_index] for call in self._streamed[:1]]
-        self._stream = host_memory.Stream(windows, lines, [*needed, *after])
+        arrays, rows = _windows(config, self._arrays, self._streamed)
+        needed = [inputs[call.spans[0].bucket_index] for call in self._streamed[:1]]
+        self._stream = host_memory.Stream(arrays, rows, [*needed, *after])
 
     def take(self, call: Call) -> Taken:
         """Returns the arrays of a call: whole ones in place, or windows that begin with it."""
-        arrays = {name: self._arrays[slots[0].array] for name, slots in call.slots.items()}
-        windows = self._stream.take() if _on_host(self._config, call) else {}
-        moved = {name: _from_first(call.slots[name]) for name in windows}
-        return Taken(arrays | windows, call.slots | moved)
+        arrays = {name: self._arrays[windows[0].array] for name, windows in call.windows.items()}
+        moved = self._stream.take() if _on_host(self._config, call) else {}
+        windows = call.windows | {name: _from_first(call.windows[name]) for name in moved}
+        return Taken(arrays | moved, windows)
 
     def put(self, call: Call, new: dict[str, Any]) -> None:
         """Puts new values of the arrays that the call took, or of some."""
@@ -88,11 +90,11 @@ class Store:
         """Returns the state with the new arrays, after the last call."""
         for i, call in enumerate(self._streamed):
             self._replace(call, self._stream.whole(i))
-        new = {name: field_of(self._arrays, name) for name in self._names}
+        new = {name: joined_field(self._arrays, name) for name in self._names}
         return self._state._replace(**new)
 
     def _replace(self, call: Call, new: dict[str, Any]) -> None:
-        self._arrays |= {call.slots[name][0].array: x for name, x in new.items()}
+        self._arrays |= {call.windows[name][0].array: x for name, x in new.items()}
 
 
 def bytes_of_windows(config: DistributedConfig, layout: Layout, calls: Sequence[Call]) -> int:
@@ -105,23 +107,21 @@ def bytes_of_windows(config: DistributedConfig, layout: Layout, calls: Sequence[
 def _windows(
     config: DistributedConfig, arrays: dict[str, Any], calls: Sequence[Call]
 ) -> tuple[list[Any], list[Any]]:
-    """For each call with arrays in host memory: these by name, and the ``Lines`` of its pieces."""
-    windows, lines = [], []
+    """For each call with arrays in host memory: these by name, and the ``Rows`` of its window."""
+    named, rows = [], []
     for call in calls:
         if names := _on_host(config, call):
-            window = {name: arrays[call.slots[name][0].array] for name in names}
-            windows.append(window)
-            lines.append(
-                {name: host_memory.lines(x, call.slots[name]) for name, x in window.items()}
-            )
-    return windows, lines
+            some = {name: arrays[call.windows[name][0].array] for name in names}
+            named.append(some)
+            rows.append({name: host_memory.rows(x, call.windows[name]) for name, x in some.items()})
+    return named, rows
 
 
 def _on_host(config: DistributedConfig, call: Call) -> list[str]:
     """The arrays of a call that are in host memory between steps."""
-    return [name for name in call.slots if name in config.on_host]
+    return [name for name in call.windows if name in config.on_host]
 
 
-def _from_first(slots: Sequence[Slot]) -> list[Slot]:
-    """Slots in a window that begins with the first."""
-    return [slot._replace(start=slot.start - slots[0].start) for slot in slots]
+def _from_first(windows: Sequence[Window]) -> list[Window]:
+    """The same ones in an array that begins with the first."""
+    return [window._replace(start=window.start - windows[0].start) for window in windows]

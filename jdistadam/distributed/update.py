@@ -29,7 +29,7 @@ class ShardUpdate(NamedTuple):
 
     Attributes:
       state: The state with new main parameters and moments.
-      shards: New parameters of each bucket, for this device's part of the state; None where they
+      shards: New parameters of each bucket, for this device's shard of the state; None where they
         were written into the whole array, and the state has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
       tiles: Of each bucket whose parts the update added, the tiles of the norm of the sum.
@@ -62,7 +62,7 @@ def update_shards(
       config: The configuration.
       schedule: The schedule of the params.
       scalars: The scalars of the kernel calls.
-      grads: This device's part of the summed gradient of each bucket, or the parts of it.
+      grads: This device's shard of the summed gradient of each bucket, or its parts.
       state: The state.
       params: Leaves of the params, in the form that this device holds.
       norm_scale: The factor of sums in the norm of gradients whose parts it adds.
@@ -95,14 +95,14 @@ def update_shards(
         )
         squares.append((call.buckets, new.squares))
         store.put(call, {name: getattr(new, name)[0] for name in taken.arrays})
-        for piece, part in zip(call.pieces, new.params, strict=True):
-            new_by_start[piece.bucket_index][piece.start or 0] = part
-        for piece, found in zip(call.pieces, new.tiles, strict=False):  # of added parts
-            tiles[piece.bucket_index] = found
+        for span, of_span in zip(call.spans, new.params, strict=True):
+            new_by_start[span.bucket_index][span.start or 0] = of_span
+        for span, of_sum in zip(call.spans, new.tiles, strict=False):  # of added parts
+            tiles[span.bucket_index] = of_sum
         for i in call.gathers:
-            part, is_whole = packing.joined(buckets[i], new_by_start[i]), written_whole[i]
-            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], part, is_whole)
-            shards[i] = None if is_whole else part
+            shard, is_whole = packing.joined(buckets[i], new_by_start[i]), written_whole[i]
+            gathered[i] = gathered_params(config.parallel, schedule.buckets[i], shard, is_whole)
+            shards[i] = None if is_whole else shard
     return ShardUpdate(store.state(), shards, gathered, squares, tiles)
 
 
@@ -116,7 +116,7 @@ def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]
 def _arrays(call: Call, grads: Sequence[Any], old: Sequence[Any], taken: Taken) -> Arrays:
     """The arrays of a kernel call; those of the state are flat."""
     of_grads, of_params = (
-        [piece.of(x[piece.bucket_index]) for piece in call.pieces] for x in (grads, old)
+        [span.of(x[span.bucket_index]) for span in call.spans] for x in (grads, old)
     )
     main, mu, nu = ((taken.arrays.get(name),) for name in STEPPED)
     return Arrays(of_grads, of_params, main, mu, nu)
@@ -153,13 +153,13 @@ def _rounding_of(
     if not storage.is_any:
         return None, None
     positions, tables = block_positions.positions_of(
-        layout, call.pieces, config.parallel, config.cutting_axes, config.cutting_parts
+        layout, call.spans, config.parallel, config.cutting_axes, config.cutting_sizes
     )
     spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
         cuts=tuple(
-            block_positions.partition_of(layout, x, config.cutting_parts) for x in call.buckets
+            block_positions.partition_of(layout, x, config.cutting_sizes) for x in call.buckets
         ),
         tables=tables,
     )

@@ -55,15 +55,15 @@ def adam(
         return Results(params, operands.mu, operands.nu, ())
 
     def compiled(scalars: Scalars, operands: Operands, rounding: Any, segments: Any) -> Results:
-        given = request and request._replace(segments=segments)
-        return _compiled(spec, scalars, operands, rounding, given)
+        passed = request and request._replace(segments=segments)
+        return _compiled(spec, scalars, operands, rounding, passed)
 
     def fallback(scalars: Scalars, operands: Operands, rounding: Any, segments: Any) -> Results:
         results = adam_reference(spec, scalars, operands, rounding, xp=jnp)
         if request is None:
             return results
-        given = request._replace(segments=segments)
-        sums = squares_reference(spec, scalars, operands, given, xp=jnp)
+        passed = request._replace(segments=segments)
+        sums = squares_reference(spec, scalars, operands, passed, xp=jnp)
         return results._replace(squares=sums)
 
     args = scalars, operands, rounding, request and request.segments
@@ -78,8 +78,8 @@ def _compiled(
     request: SquaresRequest | None,
 ) -> Results:
     """The call. Its operands: scalars, rounding, arrays by kind. Its results: arrays by kind."""
-    given = _by_kind(operands)
-    made = _result_types(spec, given)
+    by_kind = _by_kind(operands)
+    result_types = _result_types(spec, by_kind)
     target = "jdistadam_adam" if spec.rounding is None else "jdistadam_quantized"
     first, attributes = jax.tree.leaves((scalars, rounding)), _attributes(spec)
     sums: list[Any] = []
@@ -89,15 +89,15 @@ def _compiled(
         sums = _types_of_sums(spec, operands.grads, request)
         attributes["fine"] = np.asarray(request.by_element, np.int32)
     operand, result, aliases = len(first), len(sums), dict[int, int]()
-    for kind, arrays in given.items():
-        types = made.get(kind, [])
+    for kind, arrays in by_kind.items():
+        types = result_types.get(kind, [])
         aliases |= {operand + i: result + i for i in range(min(len(arrays), len(types)))}
         operand, result = operand + len(arrays), result + len(types)
-    results = [*sums, *itertools.chain(*made.values())]
+    results = [*sums, *itertools.chain(*result_types.values())]
     call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-    outputs = iter(call(*first, *itertools.chain(*given.values()), **attributes))
+    outputs = iter(call(*first, *itertools.chain(*by_kind.values()), **attributes))
     squares = [next(outputs) for _ in sums]
-    new = {kind: tuple(next(outputs) for _ in types) for kind, types in made.items()}
+    new = {kind: tuple(next(outputs) for _ in types) for kind, types in result_types.items()}
     mu, nu = (_coded(new[kind], new[f"{kind}_scales"]) for kind in ("mu", "nu"))
     return Results(new["params"], mu, nu, new["out"], squares[0] if squares else None)
 
@@ -118,16 +118,16 @@ def _coded(codes: Sequence[Any], scales: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(itertools.starmap(BlockCodes, pairs)) or tuple(codes)
 
 
-def _result_types(spec: Spec, given: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
+def _result_types(spec: Spec, by_kind: dict[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """The types of all results by kind: [Note: types of results]."""
-    made = {kind: [jax.typeof(x) for x in arrays] for kind, arrays in given.items()}
-    del made["grads"]
+    types = {kind: [jax.typeof(x) for x in arrays] for kind, arrays in by_kind.items()}
+    del types["grads"]
     if spec.mode == "update":
-        made["params"] = []
+        types["params"] = []
     if spec.mode in ("step_and_cast", "update"):
         dtype = jnp.dtype(spec.out_dtype)
-        made["out"] = [jax.typeof(x).update(dtype=dtype) for x in given["grads"]]
-    return made
+        types["out"] = [jax.typeof(x).update(dtype=dtype) for x in by_kind["grads"]]
+    return types
 
 
 def _types_of_sums(spec: Spec, grads: Sequence[Any], request: SquaresRequest) -> list[Any]:

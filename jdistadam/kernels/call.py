@@ -3,7 +3,7 @@
 A ``KernelCall`` holds all that a call depends on. ``run`` makes it on one device: with the kernel
 for floats, with that for codes and random rounding, or with the one that adds parts of gradients.
 ``run_sharded`` makes it for arrays with any sharding. Both return what is new by its meaning;
-the kernels name arrays by their place, which depends on how main parameters are kept.
+the kernels name arrays by their purpose, which depends on how main parameters are kept.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class KernelCall(NamedTuple):
         """
         operands = Operands(arrays.grads, arrays.params, arrays.mu, arrays.nu)
         if kept.is_stored:
-            mode, place = ("step_split", "out") if kept.is_remainder else _AND_CAST
-            operands = operands._replace(**{place: arrays.main})
+            mode, name = ("step_split", "out") if kept.is_remainder else _AND_CAST
+            operands = operands._replace(**{name: arrays.main})
             spec = dataclasses.replace(
                 spec,
                 mode=mode,
                 out_dtype=None if kept.is_remainder else param_dtype,
-                flat=spec.flat and spec.flat | {place},
+                flat=spec.flat and spec.flat | {name},
             )
         elif spec.mode == "update":
             spec = dataclasses.replace(spec, out_dtype=arrays.grads[0].dtype)

@@ -63,7 +63,7 @@ def gather(shard: jax.Array, *, dim: int, groups: Groups, to: str) -> jax.Array:
 
 
 def gather_in_place(whole: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
-    """Completes an array of which every device has written its part along ``dim``.
+    """Completes an array of which every device has written its shard along ``dim``.
 
     Returns:
       The array, equal on all devices.
@@ -73,10 +73,10 @@ def gather_in_place(whole: jax.Array, *, dim: int, groups: Groups) -> jax.Array:
     return _copied(whole, target, rows=rows, gathers=True, groups=groups, in_place=True)
 
 
-def _equal(kind: Any) -> Any:
+def _equal(like: Any) -> Any:
     """The type of an array that is equal on all devices."""
-    (made,) = jax.make_jaxpr(lambda: jnp.zeros(kind.shape, kind.dtype))().out_avals
-    return made
+    (equal,) = jax.make_jaxpr(lambda: jnp.zeros(like.shape, like.dtype))().out_avals
+    return equal
 
 
 def compiled_trial(
@@ -114,8 +114,8 @@ def compiled_trial(
                 begin = time.perf_counter()
                 whole = jax.block_until_ready(copy(x))
                 times.append(time.perf_counter() - begin)
-            found = [np.asarray(shard.data) for shard in whole.addressable_shards]
-            if any((values != np.arange(*shape)).any() for values in found):
+            arrived = [np.asarray(shard.data) for shard in whole.addressable_shards]
+            if any((values != np.arange(*shape)).any() for values in arrived):
                 return "copies between devices bring other values", 0.0
         except Exception as error:  # whatever it is: the others wait for word
             return f"copies between devices fail: {error}", 0.0

@@ -58,8 +58,8 @@ def sum_of_squares(
     for _, arrays in sorted(by_dtype.items()):
         calls = [[x] for x in arrays] if one_by_one else [arrays]
         tiles = [native.choose(_tiles_native, _tiles_fallback)(scale, call) for call in calls]
-        squares, found = sum_of_tiles(tiles)
-        total, found_inf = total + squares, found_inf | found
+        squares, found_here = sum_of_tiles(tiles)
+        total, found_inf = total + squares, found_inf | found_here
     return total, found_inf
 
 
@@ -87,8 +87,8 @@ def _tiles_fallback(inv_scale: Any, grads: Sequence[Any]) -> jax.Array:
         padded = jnp.pad(scaled, (0, -x.size % reference.NORM_TILE))
         rows = padded.reshape(-1, reference.NORM_TILE)
         squares = jax.lax.bitcast_convert_type(jnp.sum(jnp.square(rows), axis=1), jnp.uint32)
-        found = ~jnp.all(jnp.isfinite(rows), axis=1)
-        tiles.append(jnp.stack([squares, found.astype(jnp.uint32)], axis=1))
+        is_nonfinite = ~jnp.all(jnp.isfinite(rows), axis=1)
+        tiles.append(jnp.stack([squares, is_nonfinite.astype(jnp.uint32)], axis=1))
     return jnp.concatenate(tiles)
 
 

@@ -37,7 +37,7 @@ _ADDS_HALVES = (9, 0)
 """The compute capability from which on a GPU adds numbers of 16 bits."""
 
 
-def narrow_source(value: Any, devices: Sequence[Any], num_parts: int) -> Any:
+def narrow_source(value: Any, devices: Sequence[Any], num_shards: int) -> Any:
     """Returns the 16-bit value that a float32 value is exactly, or None if there is none.
 
     It may insert operations that move elements of the narrow value.
@@ -45,7 +45,7 @@ def narrow_source(value: Any, devices: Sequence[Any], num_parts: int) -> Any:
     Args:
       value: A value of MLIR.
       devices: The program's devices; none if unknown.
-      num_parts: Into how many parts the compiler may cut an array.
+      num_shards: Into how many shards the compiler may cut an array.
 
     Returns:
       A value of the same shape: [Note: roundings that XLA keeps].
@@ -54,12 +54,12 @@ def narrow_source(value: Any, devices: Sequence[Any], num_parts: int) -> Any:
     if op is None:
         return None
     if op.name in _MOVES:
-        source = narrow_source(op.operands[0], devices, num_parts)
+        source = narrow_source(op.operands[0], devices, num_shards)
         return source and _moved(op, source)
     if op.name != "stablehlo.convert" or narrow_dtype(op.operands[0]) is None:
         return None
     source = op.operands[0]
-    return source if _is_rounded(source, devices, num_parts) else None
+    return source if _is_rounded(source, devices, num_shards) else None
 
 
 def narrow_dtype(value: Any) -> Any:
@@ -69,15 +69,15 @@ def narrow_dtype(value: Any) -> Any:
     return next((jnp.dtype(x) for of_mlir, x in names.items() if isinstance(kind, of_mlir)), None)
 
 
-def _is_rounded(value: Any, devices: Sequence[Any], num_parts: int) -> bool:
+def _is_rounded(value: Any, devices: Sequence[Any], num_shards: int) -> bool:
     """Whether XLA surely rounds a 16-bit value: [Note: roundings that XLA keeps]."""
     op = _maker(value)
     if op is None:
         return _is_argument(value)
     if op.name in _MOVES:
-        return _is_rounded(op.operands[0], devices, num_parts)
+        return _is_rounded(op.operands[0], devices, num_shards)
     if op.name == "stablehlo.dot_general":
-        return math.prod(ir.RankedTensorType(value.type).shape) // num_parts >= _UNSPLIT
+        return math.prod(ir.RankedTensorType(value.type).shape) // num_shards >= _UNSPLIT
     if op.name == "stablehlo.add":
         capabilities = [getattr(x, "compute_capability", "0.0") for x in devices]
         return bool(capabilities) and all(

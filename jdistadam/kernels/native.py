@@ -191,13 +191,13 @@ def code_that_runs(build_info: str, capability: str) -> str | None:
       'compute_90'
     """
     major, minor = (int(x) for x in capability.split("."))
-    found = []
+    codes = []
     for kind, number in re.findall(r"\b(sm|compute)_(\d+)\b", build_info):
         its_major, its_minor = int(number[:-1]), int(number[-1])
         is_machine_code = kind == "sm"
         if (its_major, its_minor) <= (major, minor) and (its_major == major or not is_machine_code):
-            found.append((is_machine_code, int(number), f"{kind}_{number}"))
-    return max(found)[-1] if found else None
+            codes.append((is_machine_code, int(number), f"{kind}_{number}"))
+    return max(codes)[-1] if codes else None
 
 
 def platform_of(name: str) -> str:
@@ -213,9 +213,9 @@ def default_platform() -> str:
 @functools.cache
 def warn_if_unavailable(platform: str) -> None:
     """Warns, once per platform, that the jax.numpy fallback will run there."""
-    if not (found := status(platform)).available:
+    if not (known := status(platform)).available:
         warnings.warn(
-            f"jdistadam runs its jax.numpy fallback on {platform}: {found.detail} The fallback is "
+            f"jdistadam runs its jax.numpy fallback on {platform}: {known.detail} The fallback is "
             "slower and not bitwise equal to the compiled kernels.",
             stacklevel=4,
         )

@@ -35,14 +35,14 @@ class Scalars(NamedTuple):
 class LeafPositions(NamedTuple):
     """The positions of local leaves in whole leaves, if they differ between devices."""
 
-    parts: Any  # shape (leaves, 2), int32: its part, and the part from which that was cut
+    shards: Any  # shape (leaves, 2), int32: the number of its shard, and of that in the outer cut
     blocks: Any  # shape (rows, 2), uint32: a block's leaf, and its index there
 
     @classmethod
-    def of_parts(cls, parts: Any) -> LeafPositions:
-        """For leaves that were cut at most once; ``parts`` has shape (leaves,), int32."""
-        parts = jnp.stack([jnp.asarray(parts, jnp.int32), jnp.zeros(len(parts), jnp.int32)], 1)
-        return cls(parts, jnp.zeros((1, 2), jnp.uint32))
+    def of_shards(cls, shards: Any) -> LeafPositions:
+        """For leaves that were cut at most once; ``shards`` has shape (leaves,), int32."""
+        shards = jnp.stack([jnp.asarray(shards, jnp.int32), jnp.zeros(len(shards), jnp.int32)], 1)
+        return cls(shards, jnp.zeros((1, 2), jnp.uint32))
 
 
 class Rounding(NamedTuple):
@@ -61,7 +61,7 @@ class RoundingSpec:
       is_stochastic: Whether mu and nu of 8 or 16 bits are rounded stochastically, and in mode
         "step" the parameters of 16 bits. If not, to nearest.
       ids: For each leaf its number in the tree of params.
-      cuts: For each leaf how it was cut. (): into consecutive parts of equal size.
+      cuts: For each leaf how it was cut. (): into consecutive shards of equal size.
       tables: For each leaf that packs several, each padded to whole blocks, its first row of
         ``LeafPositions.blocks``; -1 for other leaves. (): no leaf packs several.
     """

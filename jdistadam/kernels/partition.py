@@ -34,7 +34,7 @@ from jdistadam.kernels.operands import (
 from jdistadam.kernels.reference import SquaresRequest
 from jdistadam.kernels.routes import Arrays, DimAxes, Route, along, dim_axes, divides, routes_of
 
-MADE = ("params", "mu", "nu", "out")
+REPLACED = ("params", "mu", "nu", "out")
 """The results that replace arrays."""
 
 
@@ -68,10 +68,10 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, _, rounding, operands = arg_shapes
-        codes, made = codes_of(operands.mu), result_shapes[: len(MADE)]
+        codes, results = codes_of(operands.mu), result_shapes[: len(REPLACED)]
         moments, members = _moment_shardings(mesh, spec, kinds, codes)
         inward = [_routes(spec, kind, moments, inward=True) for kind in operands]
-        outward = [_routes(spec, kind, moments, inward=False) for kind in made]
+        outward = [_routes(spec, kind, moments, inward=False) for kind in results]
         cut = _axes_of_squares(codes, moments) if with_squares else []
 
         def lower_fn(
@@ -88,7 +88,7 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
                 squares = results.squares
                 if squares is not None:
                     squares = _squares_of_all(mesh, squares, cut)
-            sent = Results(*map(functools.partial(along, mesh), outward, results[: len(MADE)]))
+            sent = Results(*map(functools.partial(along, mesh), outward, results[: len(REPLACED)]))
             return sent._replace(squares=squares)
 
         whole = NamedSharding(mesh, P())
@@ -98,10 +98,10 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
             jax.tree.map(lambda _: whole, rounding),
             Operands(*map(_told, operands, inward)),
         )
-        results = Results(*map(_told, made, outward))
+        told = Results(*map(_told, results, outward))
         if with_squares:
-            results = results._replace(squares=whole)
-        return mesh, lower_fn, results, arg_shardings
+            told = told._replace(squares=whole)
+        return mesh, lower_fn, told, arg_shardings
 
     rule = _sharding_rule(spec, kinds, with_squares=with_squares)
     adam_step.def_partition(partition=partition, sharding_rule=rule)
@@ -115,7 +115,7 @@ def _moment_shardings(
     if spec.rounding is None:
         return _with_equal_members(mesh, codes, kinds.member_dims)
     for x in codes:
-        check_parts(x, bool(kinds.coded))
+        check_shards(x, bool(kinds.coded))
     return [NamedSharding(mesh, P(_first_axes(x) or None)) for x in codes], P()
 
 
@@ -135,12 +135,12 @@ def _told(kind: Arrays, routes: Sequence[Route]) -> tuple[Any, ...]:
 
 
 def _positions(axes: DimAxes) -> LeafPositions:
-    """The positions of this device's parts of leaves, whose first dimensions these axes cut."""
-    return LeafPositions.of_parts(jnp.stack([collectives.axis_index(x) for x in axes]))
+    """The positions of this device's shards of leaves, whose first dimensions these axes cut."""
+    return LeafPositions.of_shards(jnp.stack([collectives.axis_index(x) for x in axes]))
 
 
 def _axes_of_squares(moments: Arrays, shardings: Sequence[Sharding]) -> list[set[str]]:
-    """The axes that cut each leaf, for ``_squares_of_all``; raises if parts differ in size."""
+    """The axes that cut each leaf, for ``_squares_of_all``; raises if shards differ in size."""
 
     def axes_of(shape: tuple[int, ...], sharding: Sharding) -> set[str]:
         if sharding.is_fully_replicated:
@@ -162,7 +162,7 @@ def _axes_of_squares(moments: Arrays, shardings: Sequence[Sharding]) -> list[set
 def _squares_of_all(mesh: Mesh, squares: jax.Array, cut: Sequence[set[str]]) -> jax.Array:
     """Sums the squares of leaves, shape (leaves, 3), over devices.
 
-    Of devices with the same part, the first one counts: that is, along axes that do not cut it.
+    Of devices with the same shard, the first one counts: that is, along axes that do not cut it.
     """
     axes: tuple[str, ...] = mesh.axis_names
     is_mine = [collectives.axis_index(tuple(x for x in axes if x not in own)) == 0 for own in cut]
@@ -175,7 +175,7 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     A device needs the coefficients of its own members. If leaves disagree about those, every device
     takes all members.
     """
-    shardings = list(map(_into_equal_parts, mu))
+    shardings = list(map(_into_equal_shards, mu))
     if not member_dims:
         return shardings, P()
     whole = (None,) * member_dims
@@ -185,7 +185,7 @@ def _with_equal_members(mesh: Mesh, mu: Arrays, member_dims: int) -> tuple[list[
     return [NamedSharding(mesh, P(*whole, *x.spec[member_dims:])) for x in shardings], P()
 
 
-def _into_equal_parts(x: Any) -> Any:
+def _into_equal_shards(x: Any) -> Any:
     """A leaf's sharding, without axes that cut a dimension unequally: a partition has one shape."""
     if not isinstance(x.sharding, NamedSharding):
         return x.sharding
@@ -231,7 +231,7 @@ def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
     """Raises PolicyError if no coded or rounded step supports an array's sharding."""
     if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
         if not isinstance(param.sharding, SingleDeviceSharding):
-            check_parts(param, is_coded, path)
+            check_shards(param, is_coded, path)
 
 
 def _first_axes(x: Any, path: str = "fused_adamw") -> tuple[str, ...]:
@@ -249,18 +249,18 @@ def _first_axes(x: Any, path: str = "fused_adamw") -> tuple[str, ...]:
     )
 
 
-def check_parts(x: Any, is_coded: bool, path: str = "fused_adamw") -> None:
+def check_shards(x: Any, is_coded: bool, path: str = "fused_adamw") -> None:
     """Raises unless a leaf is cut along its first dimension, and at the ends of blocks."""
     names = _first_axes(x, path)
-    num_parts = math.prod(x.sharding.mesh.shape[name] for name in names)
-    if num_parts == 1:
+    num_shards = math.prod(x.sharding.mesh.shape[name] for name in names)
+    if num_shards == 1:
         return
-    unit = BLOCK if is_coded else 1
+    multiple = BLOCK if is_coded else 1
     size = math.prod(x.shape)
-    if x.shape[0] % num_parts or size // num_parts % unit:
+    if x.shape[0] % num_shards or size // num_shards % multiple:
         raise not_supported(
             f"on leaves whose parts are not blocks of {BLOCK} elements",
-            f"shape {x.shape} in {num_parts} parts along its first dimension",
+            f"shape {x.shape} in {num_shards} parts along its first dimension",
             path,
         )
 

@@ -1,6 +1,6 @@
 """Sums and steps on gradients whose parts arrived from other devices; inside ``jax.shard_map``.
 
-A device has its own whole gradient, and its part of the other devices' gradients
+A device has its own whole gradient, and for its shard the parts of the other devices' gradients
 (``copies.exchange``). The kernels read the parts where they are: cuda/parts.h.
 """
 
@@ -52,7 +52,7 @@ class Parts:
 
     Attributes:
       own: This device's gradient, whole.
-      received: This device's part of the others' gradients, stacked in the order of the devices.
+      received: The parts of the other devices' gradients for its shard, stacked in their order.
       cut: How it is cut.
     """
 
@@ -79,7 +79,7 @@ class Adding(NamedTuple):
     Attributes:
       cuts: How each is cut.
       norm_scale: The factor of a sum before it is squared for the norm, shape (), float32. None: 1.
-      is_whole: Whether each new parameter is a whole array, of which this device's part is written.
+      is_whole: Whether new parameters are whole arrays, of which this device's shard is written.
     """
 
     cuts: Sequence[Cut]
@@ -125,13 +125,13 @@ def step_parts(
     grads, (main,), (mu,), (nu,) = operands.grads, operands.params, operands.mu, operands.nu
     summed, cuts, is_whole = not isinstance(grads[0], Parts), adding.cuts, adding.is_whole
     scale = jnp.ones((), jnp.float32) if adding.norm_scale is None else adding.norm_scale
-    given = list(grads) if summed else [*(x.own for x in grads), *(x.received for x in grads)]
-    numbers, given, state = collectives.vary_together(((scale, *scalars), given, (main, mu, nu)))
+    arrays = list(grads) if summed else [*(x.own for x in grads), *(x.received for x in grads)]
+    numbers, arrays, state = collectives.vary_together(((scale, *scalars), arrays, (main, mu, nu)))
     state = native.unfused(state)
     shapes = [cut.whole if is_whole else cut.shape for cut in cuts]
-    types = [native.type_like(given[0], shape, jnp.dtype(spec.out_dtype)) for shape in shapes]
-    tiles = _type_of_tiles(given[0], cuts)
-    first, count = len(numbers) + len(given), len(cuts)
+    types = [native.type_like(arrays[0], shape, jnp.dtype(spec.out_dtype)) for shape in shapes]
+    tiles = _type_of_tiles(arrays[0], cuts)
+    first, count = len(numbers) + len(arrays), len(cuts)
     call = jax.ffi.ffi_call(
         STEP,
         [*types, *(jax.typeof(x) for x in state), tiles],
@@ -139,7 +139,7 @@ def step_parts(
     )
     results = call(
         *numbers,
-        *given,
+        *arrays,
         *state,
         **_attributes(cuts),
         **{name: np.asarray(spec.offsets_of(kind), np.int64) for name, kind in _OFFSETS},
@@ -149,9 +149,9 @@ def step_parts(
         whole=np.bool_(is_whole),
     )
     results = native.unfused(results)
-    found = [None] * count if summed else _split(results[-1], cuts)
+    of_sums = [None] * count if summed else _split(results[-1], cuts)
     main, mu, nu = ((x,) for x in results[count : count + 3])
-    return Results(main, mu, nu, tuple(results[:count])), found
+    return Results(main, mu, nu, tuple(results[:count])), of_sums
 
 
 _OFFSETS = (("offsets", "params"), ("mu_offsets", "mu"), ("nu_offsets", "nu"))

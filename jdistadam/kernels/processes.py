@@ -113,8 +113,8 @@ def say_to_all(name: str, value: Any, limits: int = 1) -> dict[int, Any]:
     """
     store = compat.KeyValueStore(compat.coordination_client(), f"jdistadam/processes/{name}")
     store.put(str(jax.process_index()), value)
-    found = store.take_all(map(str, range(jax.process_count())), limits * waits.wait_limit())
-    missing = [process for process, said in found.items() if said is None]
+    values = store.take_all(map(str, range(jax.process_count())), limits * waits.wait_limit())
+    missing = [process for process, said in values.items() if said is None]
     if missing:
         raise AgreementError(
             f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}: did not connect for "
@@ -122,7 +122,7 @@ def say_to_all(name: str, value: Any, limits: int = 1) -> dict[int, Any]:
             "of distributed in every process. Look into the log of that process: it has ended, or "
             "does something else."
         )
-    return {int(process): said for process, said in found.items()}
+    return {int(process): said for process, said in values.items()}
 
 
 def _first(said: dict[int, str]) -> str:
@@ -167,10 +167,10 @@ def _namespace(kind: str) -> str:
 
 def _shared_memory() -> str:
     try:
-        found = os.stat("/dev/shm")
+        folder = os.stat("/dev/shm")
     except OSError as error:
         return f"unknown: {error}"
-    return f"folder {found.st_ino} of device {found.st_dev}"
+    return f"folder {folder.st_ino} of device {folder.st_dev}"
 
 
 def _why_apart(facts: dict[int, dict[str, Any]]) -> str:

@@ -18,7 +18,7 @@ from jdistadam.core.codecs import BLOCK, join_halves, split_halves, store
 
 # The random bits of stochastic rounding: the reference of [Note: random bits] in cuda/rounding.h.
 #
-# The bits of an element depend on the seed, the step, and its place in the whole leaf. numpy and
+# The bits of an element depend on the seed, the step, and its index in the whole leaf. numpy and
 # jax.numpy give those of the compiled kernels.
 
 _ROUNDS = 7
@@ -33,9 +33,9 @@ class RandomBits(NamedTuple):
 
 
 class LeafPartition(NamedTuple):
-    """How a leaf was cut into parts along one dimension, and a part along another one.
+    """How a leaf was cut into shards along one dimension, and a shard along another one.
 
-    A part has pieces of ``piece`` elements, one every ``whole_piece`` elements of the uncut array.
+    A shard has pieces of ``piece`` elements, one every ``whole_piece`` elements of the uncut array.
     The last cut comes first: ``piece`` and ``whole_piece`` of its array, then of the whole leaf.
     """
 
@@ -46,7 +46,7 @@ class LeafPartition(NamedTuple):
 
     @classmethod
     def into_runs(cls, size: int) -> LeafPartition:
-        """Contiguous parts of equal size."""
+        """Contiguous shards of equal size."""
         return cls(size, size, 2**63 - 1, 2**63 - 1)
 
 
@@ -57,23 +57,23 @@ class Index(NamedTuple):
     high: Any
 
 
-def indices(size: int, cuts: LeafPartition, parts: Any, xp: Any) -> Index:
-    """Returns the whole-leaf indices of a part's elements.
+def indices(size: int, cuts: LeafPartition, shards: Any, xp: Any) -> Index:
+    """Returns the whole-leaf indices of a shard's elements.
 
     Args:
-      size: Elements of the part, below 2^32.
+      size: Elements of the shard, below 2^32.
       cuts: How the leaf was cut.
-      parts: The number of the part for each cut.
+      shards: The number of the shard for each cut.
       xp: numpy, or jax.numpy.
     """
     with np.errstate(over="ignore"):
         i = Index(xp.arange(size, dtype=xp.uint32), xp.zeros(size, xp.uint32))
         whole = -(-size // max(cuts.piece, 1)) * cuts.whole_piece
-        i = _before_cut(i, size, cuts[:2], parts[0], xp)
-        return _before_cut(i, whole, cuts[2:], parts[1], xp)
+        i = _before_cut(i, size, cuts[:2], shards[0], xp)
+        return _before_cut(i, whole, cuts[2:], shards[1], xp)
 
 
-def _before_cut(i: Index, size: int, cut: tuple[int, int], part: Any, xp: Any) -> Index:
+def _before_cut(i: Index, size: int, cut: tuple[int, int], shard: Any, xp: Any) -> Index:
     piece, whole_piece = cut
     if piece < size:  # several pieces
         if size > 2**32:
@@ -82,7 +82,7 @@ def _before_cut(i: Index, size: int, cut: tuple[int, int], part: Any, xp: Any) -
             )
         row, i = i.low // xp.uint32(piece), Index(i.low % xp.uint32(piece), i.high)
         i = _add(i, _times(row, whole_piece, xp), xp)
-    return _add(i, _times(part, piece, xp), xp)
+    return _add(i, _times(shard, piece, xp), xp)
 
 
 def _add(a: Index, b: Index, xp: Any) -> Index:
@@ -105,10 +105,10 @@ def indices_of_blocks(size: int, table: Any, xp: Any) -> tuple[Any, Index]:
       table: Shape (blocks, 2), uint32: for each block its leaf number and its number in that leaf.
       xp: numpy, or jax.numpy.
     """
-    place = xp.arange(size, dtype=xp.uint32)
-    rows = xp.asarray(table)[(place // xp.uint32(BLOCK)).astype(xp.int32)]
+    i = xp.arange(size, dtype=xp.uint32)
+    rows = xp.asarray(table)[(i // xp.uint32(BLOCK)).astype(xp.int32)]
     with np.errstate(over="ignore"):
-        within = Index(place % xp.uint32(BLOCK), xp.zeros_like(place))
+        within = Index(i % xp.uint32(BLOCK), xp.zeros_like(i))
         return rows[:, 0], _add(within, _times(rows[:, 1], BLOCK, xp), xp)
 
 
@@ -131,8 +131,8 @@ def random_bits(
         groups = (low >> u32(2)) | (high << u32(30)), high >> u32(2)
         counter = (*groups, xp.zeros_like(low) + xp.asarray(leaf, u32), xp.asarray(count, u32))
         words = xp.stack(philox(xp.asarray(key, u32), counter, xp), axis=-1)
-        place = (low & u32(3)).astype(xp.int32)[:, None]
-        word = xp.take_along_axis(words, place, axis=-1).reshape(shape)
+        which = (low & u32(3)).astype(xp.int32)[:, None]
+        word = xp.take_along_axis(words, which, axis=-1).reshape(shape)
         return RandomBits(word << u32(16), word * u32(0x9E3779B9), word)
 
 
@@ -395,8 +395,8 @@ def sums_of_runs(squares: Sequence[Any], request: SquaresRequest, xp: Any) -> An
         partials = xp.concatenate(runs, axis=1)
         if xp is np:
             pairs = np.clip(request.segments, 0, partials.shape[1])
-            found = [[_sum_lanes(x[a:b]) for x in partials] for a, b in pairs.tolist()]
-            return store(np.reshape(found, (-1, len(KINDS))), np.float32, np)
+            sums = [[_sum_lanes(x[a:b]) for x in partials] for a, b in pairs.tolist()]
+            return store(np.reshape(sums, (-1, len(KINDS))), np.float32, np)
     at = jnp.arange(partials.shape[1])
 
     def one(segment: Any) -> jax.Array:

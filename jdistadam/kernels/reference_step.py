@@ -39,10 +39,10 @@ def adam_reference(
         _step_leaf(spec, scalars, rounding, i, *leaf, every_term=every_term, xp=xp)
         for i, leaf in enumerate(_leaves(spec, operands))
     ]
-    made = AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
+    stepped = AdamResult(*(tuple(column) for column in zip(*steps, strict=True)))
     params, mu, nu, out = (
         _joined(spec, kind, getattr(operands, kind), new, xp)
-        for kind, new in made._asdict().items()
+        for kind, new in stepped._asdict().items()
     )
     mode = spec.mode
     return Results(() if mode == "update" else params, mu, nu, () if mode == "step" else out)
@@ -52,14 +52,14 @@ def squares_reference(
     spec: Spec, scalars: Scalars, operands: Operands, request: SquaresRequest, *, xp: Any
 ) -> Any:
     """The sums of squares that ``request`` asks for."""
-    found = []
+    squares = []
     for group, leaf in zip(spec.groups, _leaves(spec, operands), strict=True):
         grad, param, mu, nu, remainder = leaf
         mu, nu = (codec_of(x).decode(kind, x, xp) for kind, x in (("mu", mu), ("nu", nu)))
         arrays = (x if x is None else x.reshape(-1) for x in (grad, param, mu, nu, remainder))
-        given = spec.mode, _coefficients(scalars, group), scalars.inv_scale, scalars.found_inf
-        found.append(reference.squares_of_leaf(*given, *arrays, flags=spec.flags, xp=xp))
-    return reference.sums_of_runs(found, request, xp)
+        how = spec.mode, _coefficients(scalars, group), scalars.inv_scale, scalars.found_inf
+        squares.append(reference.squares_of_leaf(*how, *arrays, flags=spec.flags, xp=xp))
+    return reference.sums_of_runs(squares, request, xp)
 
 
 def _coefficients(scalars: Scalars, group: int) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def _step_leaf(
         nu=codec_of(nu).decode("nu", nu, xp),
     )
 
-    def stored(name: str, old: Any, made: Any, random: Any) -> Any:
+    def stored(name: str, old: Any, exact: Any, random: Any) -> Any:
         with np.errstate(all="ignore"):
             codec = float_codec(old.dtype) if name == "param" else codec_of(old)
-            rounded = codec.encode(name, made, random, xp)
+            rounded = codec.encode(name, exact, random, xp)
         return jax.tree.map(lambda x, y: xp.where(scalars.found_inf, x, y), old, rounded)
 
     return AdamResult(
@@ -127,7 +127,7 @@ def _bits(
     if not spec.is_stochastic:
         return RandomBits(None, None, None)
     assert rounding.positions is not None
-    parts, blocks = rounding.positions
+    shards, blocks = rounding.positions
     size = math.prod(shape)
     number, table = spec.ids[i], spec.tables[i] if spec.tables else -1
     if table >= 0:
@@ -135,7 +135,7 @@ def _bits(
         number, index = reference.indices_of_blocks(size, rows, xp)
     else:
         cuts = LeafPartition(*spec.cuts[i]) if spec.cuts else LeafPartition.into_runs(size)
-        index = reference.indices(size, cuts, parts[i], xp)
+        index = reference.indices(size, cuts, shards[i], xp)
     return reference.random_bits(rounding.key, rounding.count, number, index, shape, xp)
 
 
@@ -150,7 +150,7 @@ def _leaves(spec: Spec, operands: Operands) -> Iterator[tuple[Any, ...]]:
     yield from zip(grads, params, mu, nu, out or (None,) * len(grads), strict=True)
 
 
-def _units(flat: Any) -> Any:
+def _elements_each(flat: Any) -> Any:
     """The elements of leaves for each element of a flat array, or of its codes and scales."""
     return BlockCodes(1, BLOCK) if is_codes(flat) else 1
 
@@ -162,12 +162,12 @@ def _cut(spec: Spec, kind: str, arrays: Sequence[Any], shapes: Sequence[Any]) ->
     (flat,) = arrays
 
     def leaf(start: int, size: int, shape: tuple[int, ...]) -> Any:
-        found = jax.tree.map(
-            lambda x, unit: x[start // unit : start // unit + -(-size // unit)], flat, _units(flat)
+        mine = jax.tree.map(
+            lambda x, n: x[start // n : start // n + -(-size // n)], flat, _elements_each(flat)
         )
         if is_codes(flat):
-            return found._replace(codes=found.codes.reshape(shape))
-        return found.reshape(shape)
+            return mine._replace(codes=mine.codes.reshape(shape))
+        return mine.reshape(shape)
 
     return list(map(leaf, spec.offsets_of(kind), spec.sizes, shapes))
 
@@ -180,12 +180,12 @@ def _joined(
         return tuple(leaves)
     (flat,) = old
 
-    def written(unit: int, x: Any, *pieces: Any) -> Any:
-        starts, parts, end = (offset // unit for offset in spec.offsets_of(kind)), [], 0
-        pairs = zip(starts, pieces, strict=True)
-        for start, piece in sorted(pairs, key=operator.itemgetter(0)):
-            parts += [x[end:start], piece.reshape(-1)]
-            end = max(end, start + piece.size)
-        return xp.concatenate([*parts, x[end:]])
+    def written(n: int, x: Any, *leaves: Any) -> Any:
+        starts, arrays, end = (offset // n for offset in spec.offsets_of(kind)), [], 0
+        pairs = zip(starts, leaves, strict=True)
+        for start, leaf in sorted(pairs, key=operator.itemgetter(0)):
+            arrays += [x[end:start], leaf.reshape(-1)]
+            end = max(end, start + leaf.size)
+        return xp.concatenate([*arrays, x[end:]])
 
-    return (jax.tree.map(written, _units(flat), flat, *leaves),)
+    return (jax.tree.map(written, _elements_each(flat), flat, *leaves),)

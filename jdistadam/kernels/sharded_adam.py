@@ -31,7 +31,13 @@ from jdistadam.kernels import native
 from jdistadam.kernels.adam import adam
 from jdistadam.kernels.narrow import narrow_dtype, narrow_source
 from jdistadam.kernels.operands import Operands, Results, Rounding, Scalars, Spec, codes_of
-from jdistadam.kernels.partition import MADE, Kinds, check_parts, not_supported, partitioned_step
+from jdistadam.kernels.partition import (
+    REPLACED,
+    Kinds,
+    check_shards,
+    not_supported,
+    partitioned_step,
+)
 from jdistadam.kernels.reference import KINDS
 from jdistadam.kernels.reference_step import adam_reference
 from jdistadam.kernels.routes import Arrays
@@ -74,10 +80,10 @@ def sharded_adam(
     args = scalars, _placed_like_moments(spec, scalars, operands), rounding, tuple(out_like)
     step = functools.partial(_on_shards, spec, with_squares)
     treedef = jax.tree.structure(args)
-    made = _step(step, *args, spec=spec, treedef=treedef, with_squares=with_squares)
+    results = _step(step, *args, spec=spec, treedef=treedef, with_squares=with_squares)
     models = operands._replace(out=out_like)[1:]
-    typed = Results(*map(_typed_like, made[: len(MADE)], models))
-    return typed._replace(squares=made.squares)
+    typed = Results(*map(_typed_like, results[: len(REPLACED)], models))
+    return typed._replace(squares=results.squares)
 
 
 def _placed_like_moments(spec: Spec, scalars: Scalars, operands: Operands) -> Operands:
@@ -85,7 +91,7 @@ def _placed_like_moments(spec: Spec, scalars: Scalars, operands: Operands) -> Op
     codes, is_coded = codes_of(operands.mu), bool(Kinds.of(scalars, operands).coded)
     for typed in map(jax.typeof, codes):
         if spec.rounding is not None and not typed.sharding.mesh.empty:
-            check_parts(typed, is_coded)
+            check_shards(typed, is_coded)
 
     def placed(x: Any, code: Any) -> Any:
         sharding = jax.typeof(code).sharding
@@ -97,13 +103,13 @@ def _placed_like_moments(spec: Spec, scalars: Scalars, operands: Operands) -> Op
     return Operands(*(tuple(map(placed, kind, codes)) for kind in operands))
 
 
-def _typed_like(made: Arrays, models: Arrays) -> tuple[Any, ...]:
+def _typed_like(new: Arrays, models: Arrays) -> tuple[Any, ...]:
     """Reshards arrays like ``models``, as far as types know it: those of an Explicit mesh do."""
 
     def typed(x: Any, model: Any) -> Any:
         return reshard_as(x, jax.typeof(model).sharding)
 
-    return tuple(jax.tree.map(typed, *pair) for pair in zip(made, models, strict=False))
+    return tuple(jax.tree.map(typed, *pair) for pair in zip(new, models, strict=False))
 
 
 def reshard_as(x: Any, sharding: Any) -> Any:
@@ -194,19 +200,19 @@ def _batched(
         scalars = scalars._replace(found_inf=jnp.zeros((), jnp.bool_))
         # The derivative of a skipped step must be finite to be multiplied by zero.
         grads = [jnp.where(_of_members(found_inf, x), 1, x) for x in grads]
-    made = sharded_adam(spec, scalars, operands._replace(grads=tuple(grads)), *others)
+    new = sharded_adam(spec, scalars, operands._replace(grads=tuple(grads)), *others)
     if dims[2] is not None:
-        made = _unless_skipped(found_inf, made, operands._replace(out=others[-1]))
-    results = jax.tree.leaves(made)
+        new = _unless_skipped(found_inf, new, operands._replace(out=others[-1]))
+    results = jax.tree.leaves(new)
     return results, [0] * len(results)
 
 
 def _of_members(values: jax.Array, x: Any) -> jax.Array:
-    """One value of each member for all elements of its part of an array."""
+    """One value of each member for all its elements of an array."""
     return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
-def _unless_skipped(is_skipped: jax.Array, made: Results, old: Operands) -> Results:
+def _unless_skipped(is_skipped: jax.Array, new: Results, old: Operands) -> Results:
     """The results, or for members that skip the step the arrays that they replace."""
     warn_caller(
         f"step: skipped for some of {is_skipped.size} members of a jax.vmap only, so all members "
@@ -215,10 +221,10 @@ def _unless_skipped(is_skipped: jax.Array, made: Results, old: Operands) -> Resu
     )
 
     def kept(kind: str) -> tuple[Any, ...]:
-        pairs = zip(getattr(old, kind), getattr(made, kind), strict=False)  # some have no results
+        pairs = zip(getattr(old, kind), getattr(new, kind), strict=False)  # some have no results
         return tuple(jnp.where(_of_members(is_skipped, x), x, y) for x, y in pairs)
 
-    return made._replace(**{kind: kept(kind) for kind in MADE})
+    return new._replace(**{kind: kept(kind) for kind in REPLACED})
 
 
 def _no_norms(got: str) -> PolicyError:
@@ -258,10 +264,10 @@ def _jvp(
         results = adam_reference(spec, scalars, operands, every_term=True, xp=jnp)
         return jax.tree.leaves(results)
 
-    given, directions = ([x[i] for i in moving] for x in (leaves, tangents))
+    values, directions = ([x[i] for i in moving] for x in (leaves, tangents))
     static = dict(spec=spec, treedef=treedef, with_squares=with_squares)
     results = _step.primitive.bind(*leaves, **static, **params)
-    return results, jax.jvp(formula, given, directions)[1]
+    return results, jax.jvp(formula, values, directions)[1]
 
 
 _step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
@@ -293,22 +299,22 @@ def _calls_by_dtype(spec: Spec, treedef: Any, with_squares: bool, *leaves: Any) 
     by_dtype: dict[Any, list[int]] = {}
     for i, x in enumerate(operands.grads):
         by_dtype.setdefault(jnp.dtype(x.dtype), []).append(i)
-    parts = []
+    by_call = []
     for indices in by_dtype.values():
         like = tuple(out_like[i] for i in indices)
         some = operands.of(indices)
-        parts.append(_on_shards(spec.of(indices), with_squares, scalars, some, rounding, like))
-    found = list(itertools.chain(*by_dtype.values()))
-    order = sorted(range(len(found)), key=found.__getitem__)
+        by_call.append(_on_shards(spec.of(indices), with_squares, scalars, some, rounding, like))
+    leaf_of = list(itertools.chain(*by_dtype.values()))
+    order = sorted(range(len(leaf_of)), key=leaf_of.__getitem__)
 
     def in_order(kinds: Any) -> tuple[Any, ...]:
         arrays = list(itertools.chain(*kinds))
         return tuple(arrays[i] for i in order) if arrays else ()
 
-    made = Results(*(in_order(x[k] for x in parts) for k in range(len(MADE))))
+    results = Results(*(in_order(x[k] for x in by_call) for k in range(len(REPLACED))))
     if with_squares:
-        made = made._replace(squares=jnp.stack(in_order(x.squares for x in parts)))
-    return jax.tree.leaves(made)
+        results = results._replace(squares=jnp.stack(in_order(x.squares for x in by_call)))
+    return jax.tree.leaves(results)
 
 
 compat.lower_by_operands(_step.primitive, _lowered)

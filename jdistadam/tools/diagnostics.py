@@ -105,7 +105,7 @@ def _peers() -> dict[str, Any]:
     """Which GPUs of this process reach each other's memory, or why peer memory is unavailable."""
     import jax
 
-    from jdistadam.distributed.communication import local_number, why_gpus_are_apart
+    from jdistadam.distributed.transport import local_number, why_gpus_are_apart
     from jdistadam.kernels import native
 
     gpus = [d for d in jax.local_devices() if d.platform == "gpu"]

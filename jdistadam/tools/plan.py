@@ -11,9 +11,9 @@ from jdistadam.checkpoint import parts
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed.communication import Communication
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
+from jdistadam.distributed.transport import Transport
 from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.training.planned import Plan, nbytes_of, plan_of
 
@@ -69,13 +69,12 @@ def _plan_of_one_program(params: Params, tx: FusedTransformation) -> Plan:
     for leaf in parts.leaves_of("opt_state", jax.eval_shape(tx.init, params)):
         name = leaf.section or ("others" if math.prod(leaf.value.shape) > 1 else "scalars")
         held[name] = held.get(name, 0) + nbytes_of(leaf.value)
-    communication = Communication("xla", "of the program around it")
     return Plan(
         held,
         sums=0,
         buffers={},
         collectives=(),
-        communication=communication,
+        communication=Transport("xla", "of the program around it"),
         not_counted="gradients, activations, temporary memory and the batch",
     )
 

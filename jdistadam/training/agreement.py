@@ -68,19 +68,19 @@ def agree(
     processes = processes_of(config)
     if len(processes) == 1:
         return
-    found = _facts_of(config, params) | facts()
+    of_call = _facts_of(config, params) | facts()
     if lower is not None:
         leaves = dict(zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True))
-        is_copied = config.communication.is_peer
+        is_copied = config.transport.is_peer
         sizes = {
             path: f"shape {x.shape}" if is_copied else f"{x.ndim} dimensions"
             for path, x in leaves.items()
         }
         lines = [f"{path} {x.dtype} of {sizes[path]}" for path, x in leaves.items()]
-        found["batch"] = "\n".join(lines)
+        of_call["batch"] = "\n".join(lines)
         shapes = [x.shape for x in leaves.values()]
-        found[f"{_PROGRAM} for shapes {shapes}"] = _program(lower)
-    check_agreement(call, found, processes)
+        of_call[f"{_PROGRAM} for shapes {shapes}"] = _program(lower)
+    check_agreement(call, of_call, processes)
 
 
 def agree_again(call: str, config: DistributedConfig) -> None:
@@ -109,7 +109,7 @@ def _facts_of(config: DistributedConfig, params: Params) -> Facts:
         "sharding_strategy": f"{parallel.strategy} over {parallel.data_axes}",
         "policy": repr(config.policy),
         "moments": str(config.algorithm),
-        "communication": config.communication.transport,
+        "communication": config.transport.name,
         "state_memory": ", ".join(config.on_host) or "device",
     }
     for label, hyper in config.algorithm.groups.hypers.items():
@@ -137,10 +137,10 @@ def texts_of(arguments: dict[str, Any]) -> Facts:
     return {name: text(x) for name, x in arguments.items()}
 
 
-def values_of(**given: Any) -> Facts:
+def values_of(**trees_by_name: Any) -> Facts:
     """Returns dtype, shape and a digest of every leaf of some trees, as texts by name.
 
-    Arrays of which other processes hold parts have no digest: JAX made them the same.
+    Arrays of which other processes hold shards have no digest: JAX made them the same.
     """
 
     def text(path: str, x: Any) -> str:
@@ -156,7 +156,7 @@ def values_of(**given: Any) -> Facts:
         pairs = zip(trees.paths(tree, name), jax.tree.leaves(tree), strict=True)
         return "\n".join(itertools.starmap(text, pairs)) or "none"
 
-    return {f"values of {name}": lines(name, tree) for name, tree in given.items()}
+    return {f"values of {name}": lines(name, tree) for name, tree in trees_by_name.items()}
 
 
 def _program(lower: Callable[[], Any]) -> str:
@@ -189,8 +189,8 @@ def check_agreement(
     store, leader = _store(client, processes, number), processes[0]
     store.put(str(jax.process_index()), {_CALL: call} | facts)
     if jax.process_index() == leader:
-        found = store.take_all(map(str, processes), limit)
-        said = {process: found[str(process)] for process in processes}
+        taken = store.take_all(map(str, processes), limit)
+        said = {process: taken[str(process)] for process in processes}
         verdict = _verdict(call, said, limit)
         store.put("verdict", verdict)
         if number and None not in said.values():  # so that all have read the verdict before

@@ -196,11 +196,11 @@ def check_counts(adamw: Any) -> None:
     count = int(adamw[0].count)
     for i, part in enumerate(adamw[1:], start=1):
         for own in jax.tree.leaves(part):  # all leaves but Adam's are step counts
-            found = int(np.asarray(own))
-            if found != count:
+            other = int(np.asarray(own))
+            if other != count:
                 raise TreeError(
                     f"opt_state[{i}]: its schedule is at another step than Adam, but a "
-                    f"distributed optimizer has only one count: got count {found}, "
+                    f"distributed optimizer has only one count: got count {other}, "
                     f"expected count {count}, as opt_state[0].count. Shift the schedule, as in "
-                    f"lambda step: schedule(step - {count - found}), and set this count to Adam's."
+                    f"lambda step: schedule(step - {count - other}), and set this count to Adam's."
                 )

@@ -184,7 +184,7 @@ class _Gradient:
             not_finite = leaves_not_finite(grads) if self.report_nonfinite else None
             return (out, not_finite), with_notes(grads, None, has_probe=False)
 
-        is_ordered = config.updates_early or config.communication.is_peer
+        is_ordered = config.updates_early or config.transport.overlaps
         order = tuple[int, ...]()
         if is_ordered and weight is None and not is_in_loop:
             ((out, not_finite), grads), order = with_order(differentiate, params)
@@ -267,20 +267,20 @@ def _of_micro_batches(
     last = accumulate_steps - 1
 
     def add(carry: Any, i: Any, batches: Any, **options: Any) -> tuple[Any, _MicroBatch]:
-        acc, loss, model_state, found = carry
+        acc, loss, model_state, not_finite = carry
         result = gradient(i, jax.tree.map(lambda x: x[i], batches), model_state, **options)
         acc = gradient.add(acc, result)
         loss += result.out.weighted_loss
-        found = None if found is None else found | result.not_finite
-        return (acc, loss, result.out.model_state, found), result
+        not_finite = None if not_finite is None else not_finite | result.not_finite
+        return (acc, loss, result.out.model_state, not_finite), result
 
     def in_loop(carry: Any, i: Any) -> tuple[Any, Any]:
         carry, result = add(carry, i, batches, is_in_loop=True)
         return carry, result.out.aux
 
     num_leaves = len(jax.tree.leaves(params))
-    found = jnp.zeros(num_leaves, jnp.bool_) if gradient.report_nonfinite else None
-    carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state, found)
+    not_finite = jnp.zeros(num_leaves, jnp.bool_) if gradient.report_nonfinite else None
+    carry = (tx.init_grads(params), jnp.zeros((), jnp.float32), model_state, not_finite)
     is_last_apart, order = _runs_last_apart(tx.config), tuple[int, ...]()
     carry, aux = jax.lax.scan(in_loop, carry, jnp.arange(accumulate_steps - is_last_apart))
     if is_last_apart:  # the barrier: activations of the last one do not exist during the loop
@@ -288,7 +288,7 @@ def _of_micro_batches(
         order = result.order
         ends = jax.tree.map(lambda x: jnp.asarray(x)[None], result.out.aux)
         aux = jax.tree.map(lambda x, end: jnp.concatenate([x, end]), aux, ends)
-    acc, loss, model_state, found = carry
+    acc, loss, model_state, not_finite = carry
     if not gradient.forward.loss_fn.weighted:  # known at compile time, and the same on all devices
         acc = dataclasses.replace(acc, weight=np.float32(accumulate_steps))
     return LocalResult(
@@ -297,7 +297,7 @@ def _of_micro_batches(
         weight=acc.weight,
         model_state=model_state,
         aux=aux,
-        not_finite=found,
+        not_finite=not_finite,
         order=order,
     )
 

@@ -72,8 +72,8 @@ class LossFunction:
 
     def __call__(self, params: Params, batch: Any, model_state: Any, rng: Any) -> LossOutput:
         """Calls it with the enabled keywords."""
-        given = {"model_state": model_state, "rng": rng}
-        keywords = {name: value for name, value in given.items() if value is not None}
+        optional = {"model_state": model_state, "rng": rng}
+        keywords = {name: value for name, value in optional.items() if value is not None}
         self._check_signature(params, batch, keywords)
         try:
             out = self.function(params, batch, **keywords)
@@ -268,8 +268,8 @@ def leaves_not_finite(grads: Grads) -> jax.Array:
             return jnp.any(x.probe > 0)
         return ~jnp.all(jnp.isfinite(x.value if is_shard(x) else x))
 
-    found = list(map(one, leaves_of(grads)))
-    return jnp.stack(found) if found else jnp.zeros((0,), jnp.bool_)
+    of_leaves = list(map(one, leaves_of(grads)))
+    return jnp.stack(of_leaves) if of_leaves else jnp.zeros((0,), jnp.bool_)
 
 
 def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
@@ -289,24 +289,24 @@ def count_nonfinite(grads: Grads, tx: DistributedTransformation) -> jax.Array:
     check_distributed(tx)
     check_inside(tx.config.parallel, "count_nonfinite", over_data_only=True)
     trees.check_arrays(grads, name="grads")
-    axes, found = tx.config.parallel.shard_axes, leaves_not_finite(grads)
+    axes, not_finite = tx.config.parallel.shard_axes, leaves_not_finite(grads)
     is_sum = np.asarray([is_shard(x) for x in leaves_of(grads)], np.bool_)
     if is_sum.any():
-        anywhere = collectives.all_reduce_max(found.astype(jnp.int32), axes) > 0
-        found = jnp.where(is_sum, anywhere & (collectives.axis_index(axes) == 0), found)
-    return sum_over_devices(found, tx)
+        anywhere = collectives.all_reduce_max(not_finite.astype(jnp.int32), axes) > 0
+        not_finite = jnp.where(is_sum, anywhere & (collectives.axis_index(axes) == 0), not_finite)
+    return sum_over_devices(not_finite, tx)
 
 
-def sum_over_devices(found: jax.Array, tx: DistributedTransformation) -> jax.Array:
-    """Counts devices; each device with a part of the same tensor-parallel leaf counts.
+def sum_over_devices(not_finite: jax.Array, tx: DistributedTransformation) -> jax.Array:
+    """Counts devices; each device with a shard of the same tensor-parallel leaf counts.
 
-    If XLA partitions the model, their parts are one gradient and count once.
+    If XLA partitions the model, their shards are one gradient and count once.
     """
     parallel = tx.config.parallel
     everyone = parallel.data_axes + parallel.tensor_axes
     left_to_xla = collectives.unbound(parallel.tensor_axes)
     everyone = tuple(axis for axis in everyone if axis not in left_to_xla)
-    count = collectives.to_varying(found.astype(jnp.int32), everyone)
+    count = collectives.to_varying(not_finite.astype(jnp.int32), everyone)
     return collectives.all_reduce(count, everyone)
 
 
@@ -342,8 +342,8 @@ def nonfinite_paths(counts: Any, params: Params) -> dict[str, int]:
             f"counts: not numbers that can be read: got {got}, expected an array of whole numbers, "
             'outside of jit. Return metrics["nonfinite"] from the program, and pass it then.'
         )
-    found = zip(paths, np.asarray(array).tolist(), strict=True)
-    return {path: count for path, count in found if count}
+    pairs = zip(paths, np.asarray(array).tolist(), strict=True)
+    return {path: count for path, count in pairs if count}
 
 
 class SkipLimit:

@@ -143,9 +143,9 @@ def _main_leaves(view: StateView, params: Params, state: DistributedState) -> li
     """The leaves that the optimizer updates: main parameters, or the params if none are kept."""
     main = [fetch(x) for x in jax.tree.leaves(params)]
     if view.layout.main_size:
-        part, kept = view.parts["main_params"], view.to_host("main_params", state.main_params)
-        for i in (i for bucket in view.layout.buckets if part.has(bucket) for i in bucket.leaves):
-            main[i] = part.codec.join(main[i], kept[i], np)
+        field, kept = view.fields["main_params"], view.to_host("main_params", state.main_params)
+        for i in (i for bucket in view.layout.buckets if field.has(bucket) for i in bucket.leaves):
+            main[i] = field.codec.join(main[i], kept[i], np)
     return main
 
 

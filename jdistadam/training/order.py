@@ -121,7 +121,7 @@ class Policy:
 
 def overlapping(
     nodes: Sequence[Node],
-    given: Iterable[Value],
+    arguments: Iterable[Value],
     results: Sequence[Value],
     policy: Policy,
     first: Value | None = None,
@@ -130,12 +130,12 @@ def overlapping(
 
     Args:
       nodes: The step.
-      given: Its arguments.
+      arguments: Its arguments.
       results: Its results.
       policy: When copies start.
       first: In a loop, an argument that the step before made: the first start waits for it.
     """
-    return _Overlapping(nodes, given, results, policy, first).events
+    return _Overlapping(nodes, arguments, results, policy, first).events
 
 
 class _Roles:
@@ -159,7 +159,7 @@ class _Roles:
     """
 
     def __init__(
-        self, nodes: Sequence[Node], given: Iterable[Value], results: Sequence[Value]
+        self, nodes: Sequence[Node], arguments: Iterable[Value], results: Sequence[Value]
     ) -> None:
         self._nodes = nodes
         self.made_by = {v: i for i, node in enumerate(nodes) for v in node.makes}
@@ -168,7 +168,7 @@ class _Roles:
         self.is_start = [node.is_start and i in live for i, node in enumerate(nodes)]
         waits = [i for i, node in enumerate(nodes) if node.is_wait and i in live]
         self.wait_of = {nodes[i].needs[0]: i for i in waits}
-        self.simple = self._made_of(given)
+        self.simple = self._simple(arguments)
         self.is_hoisted = self._hoisted()
         lazy = self._lazy()
         self.is_lazy = [x and not hoisted for x, hoisted in zip(lazy, self.is_hoisted, strict=True)]
@@ -189,8 +189,8 @@ class _Roles:
                 self.used.update(self._nodes[i].needs)
         return live
 
-    def _made_of(self, given: Iterable[Value]) -> set[Value]:
-        simple = set(given)
+    def _simple(self, arguments: Iterable[Value]) -> set[Value]:
+        simple = set(arguments)
         for node in self._nodes:
             is_other = node.is_anchor or node.is_ordered
             if not is_other and simple.issuperset(node.needs):
@@ -198,11 +198,11 @@ class _Roles:
         return simple
 
     def _lazy(self) -> list[bool]:
-        lazy, found = set[Value](), []
+        lazy, are_lazy = set[Value](), []
         for i, node in enumerate(self._nodes):
-            found.append(self._is_lazy(i, lazy))
-            lazy |= set(node.makes) if found[-1] else set()
-        return found
+            are_lazy.append(self._is_lazy(i, lazy))
+            lazy |= set(node.makes) if are_lazy[-1] else set()
+        return are_lazy
 
     def _is_lazy(self, i: int, lazy: set[Value]) -> bool:
         """Whether a node runs only when its result is needed; ``lazy``: results of such nodes."""
@@ -219,17 +219,17 @@ class _Roles:
         return bool(used) and used <= lazy
 
     def _hoisted(self) -> list[bool]:
-        found = list(self.is_start)
+        are_hoisted = list(self.is_start)
         for i in reversed(range(len(self._nodes))):
-            if not found[i]:
+            if not are_hoisted[i]:
                 continue
             for v in self._nodes[i].needs:
                 k = self.made_by.get(v, -1)
                 if k < 0 or not (k >= self.end or v in self.simple):
                     continue
                 maker = self._nodes[k]
-                found[k] |= not (maker.is_wait or maker.is_anchor or maker.is_ordered)
-        return found
+                are_hoisted[k] |= not (maker.is_wait or maker.is_anchor or maker.is_ordered)
+        return are_hoisted
 
     def _exchanges(self) -> tuple[dict[int, set[int]], dict[int, list[int]]]:
         exchanges, sums = dict[int, set[int]](), dict[int, list[int]]()
@@ -253,8 +253,8 @@ class _Roles:
         order, seen = dict[int, int](), set[int]()
 
         def makers(values: Sequence[Value]) -> list[tuple[int, bool]]:
-            found = (self.made_by.get(v, -1) for v in reversed(values))
-            return [(i, False) for i in found if i >= 0 and (self.is_lazy[i] or self.is_hoisted[i])]
+            nodes = (self.made_by.get(v, -1) for v in reversed(values))
+            return [(i, False) for i in nodes if i >= 0 and (self.is_lazy[i] or self.is_hoisted[i])]
 
         for i, node in enumerate(self._nodes):
             stack = [] if self.is_lazy[i] or self.is_hoisted[i] else makers(node.needs)
@@ -274,16 +274,16 @@ class _Overlapping:
     def __init__(
         self,
         nodes: Sequence[Node],
-        given: Iterable[Value],
+        arguments: Iterable[Value],
         results: Sequence[Value],
         policy: Policy,
         first: Value | None,
     ) -> None:
-        given = list(given)
+        arguments = list(arguments)
         self.events: list[Event] = []
-        self._nodes, self._policy, self._roles = nodes, policy, _Roles(nodes, given, results)
+        self._nodes, self._policy, self._roles = nodes, policy, _Roles(nodes, arguments, results)
         self._needs = _with_effects_in_order(nodes)
-        self._known = set(given)
+        self._known = set(arguments)
         self._done = [False] * len(nodes)  # for a start: it waits for others to travel with
         self._ready = _Ready()
         self._together: list[int] = []  # starts that travel together, when there are enough
@@ -369,9 +369,9 @@ class _Overlapping:
         gathers = any(self._nodes[k].is_gather for k in self._together[:1])
         if i >= self._roles.end or gathers:  # nothing else will travel with them
             self._start_together()
-        made = [v for v in self._nodes[i].needs if v in self._roles.made_by][:1]
-        if made:  # a barrier around an argument might copy it
-            self._tie([*made, *self._pending])
+        computed = [v for v in self._nodes[i].needs if v in self._roles.made_by][:1]
+        if computed:  # a barrier around an argument might copy it
+            self._tie([*computed, *self._pending])
             self._pending = []
 
     def _after_anchor(self, i: int) -> None:
@@ -442,18 +442,18 @@ class _Overlapping:
         waits = tuple(self._roles.wait_of[v] for v in started)
         for i in waits:
             self._done[i] = True
-        made = [v for i in waits for v in self._nodes[i].makes]
-        self._does(Wait(group, waits, self._last), made)
+        arrived = [v for i in waits for v in self._nodes[i].makes]
+        self._does(Wait(group, waits, self._last), arrived)
         ahead = [i for i in group if self._roles.is_ahead[i]]
         self._bytes_ahead -= self._bytes_of(ahead)
         if ahead:
             self._start_ahead()
 
-    def _does(self, event: Event, made: Iterable[Value]) -> None:
+    def _does(self, event: Event, makes: Iterable[Value]) -> None:
         self.events.append(event)
-        for v in made:
+        for v in makes:
             self._known.add(v)
-            self._ready.found(v)
+            self._ready.learn(v)
 
     def _tie(self, values: Sequence[Value]) -> None:
         tied = tuple(dict.fromkeys(values))
@@ -469,15 +469,15 @@ class _Effect(NamedTuple):
 
 def _with_effects_in_order(nodes: Sequence[Node]) -> list[tuple[Value, ...]]:
     """What each node needs; for nodes with ordered effects, also the one before."""
-    found, before = [], list[Value]()
+    needs, before = [], list[Value]()
     for i, node in enumerate(nodes):
-        found.append((*node.needs, *(before if node.is_ordered else ())))
+        needs.append((*node.needs, *(before if node.is_ordered else ())))
         before = [_Effect(i)] if node.is_ordered else before
-    return found
+    return needs
 
 
 def early(
-    nodes: Sequence[Node], given: Sequence[Value], results: Sequence[Value], lag: float
+    nodes: Sequence[Node], arguments: Sequence[Value], results: Sequence[Value], lag: float
 ) -> list[Event]:
     """Returns the order of a step whose updates are early: [Note: early updates].
 
@@ -485,12 +485,12 @@ def early(
 
     Args:
       nodes: The step.
-      given: Its arguments.
+      arguments: Its arguments.
       results: Its results, or None. The first ones replace the first arguments, one by one.
       lag: The number of updates for which a product does not wait.
     """
     end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
-    after = _last_uses(nodes, given, results, end)
+    after = _last_uses(nodes, arguments, results, end)
     events, ready = list[Event](), _Ready()
     needs = _with_effects_in_order(nodes)
     unknown = {v for i, node in enumerate(nodes) for v in (*node.makes, _Effect(i))}
@@ -502,24 +502,24 @@ def early(
             events.append(Tie(tuple(dict.fromkeys([nodes[i].needs[0], *after[i]]))))
         events.append(Run(i))
         for v in (*nodes[i].makes, _Effect(i)):
-            ready.found(v)
+            ready.learn(v)
 
     is_late = [i >= end and node.is_gather for i, node in enumerate(nodes)]
     gathered = [v for i, node in enumerate(nodes) if is_late[i] for v in node.needs]
     norms = [v for node in nodes[end:] if node.is_norm for v in node.makes]
-    outputs, made, late = {*results, *gathered, *norms}, set[Value](), list[int]()
+    outputs, computed, late = {*results, *gathered, *norms}, set[Value](), list[int]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Value]] = [[]]
     for i in range(end):
         waits_for = calls[: int(max(0, len(calls) - lag))]
         if nodes[i].is_product and any(waits_for):
-            operands = [v for v in nodes[i].needs if v in made]
+            operands = [v for v in nodes[i].needs if v in computed]
             events.append(
                 Tie(tuple(dict.fromkeys([*operands, *(v for x in waits_for for v in x)])))
             )
             calls = calls[len(waits_for) :] or [[]]
         run(i)
-        made.update(nodes[i].makes)
+        computed.update(nodes[i].makes)
         while ready:
             k = ready.pop()
             if is_late[k]:
@@ -537,14 +537,15 @@ def early(
 
 
 def _last_uses(
-    nodes: Sequence[Node], given: Sequence[Value], results: Sequence[Value], end: int
+    nodes: Sequence[Node], arguments: Sequence[Value], results: Sequence[Value], end: int
 ) -> dict[int, list[Value]]:
     """For updates that make a new argument: results of the last nodes that need the old one.
 
     Only nodes of the model count. A value made of one argument alone is that argument: a barrier
     returns its operands themselves, and XLA computes a transpose at its use.
     """
-    last_use, made_by, argument_of = dict[Value, Value](), dict[Value, int](), {v: v for v in given}
+    last_use, made_by = dict[Value, Value](), dict[Value, int]()
+    argument_of = {v: v for v in arguments}
     for i, node in enumerate(nodes):
         made_by |= dict.fromkeys(node.makes, i)
         if i >= end or not node.makes:
@@ -557,8 +558,8 @@ def _last_uses(
             argument_of |= dict.fromkeys(node.makes, sources.pop())
         else:
             last_use |= {x: node.makes[0] for x in sources if x is not None}
-    found: dict[int, list[Value]] = {}
-    for old, new in zip(given, results, strict=False):
+    uses: dict[int, list[Value]] = {}
+    for old, new in zip(arguments, results, strict=False):
         stack, seen = [new] if old in last_use else [], set[int]()
         while stack:
             i = made_by.get(stack.pop(), -1)
@@ -566,10 +567,10 @@ def _last_uses(
                 continue
             seen.add(i)
             if nodes[i].is_update:
-                found.setdefault(i, []).append(last_use[old])
+                uses.setdefault(i, []).append(last_use[old])
             else:
                 stack += nodes[i].needs
-    return found
+    return uses
 
 
 class _Ready:
@@ -594,8 +595,8 @@ class _Ready:
         if not unknown:
             heapq.heappush(self._ready, (self._ranks[i], i))
 
-    def found(self, v: Value) -> None:
-        """A value is known."""
+    def learn(self, v: Value) -> None:
+        """Learns a value: nodes that waited for it alone are ready."""
         for i in self._waiting.pop(v, ()):
             self._num_missing[i] -= 1
             if not self._num_missing[i]:
@@ -616,20 +617,20 @@ def lines_of(
       events: Their events.
       bodies: The lines of the steps of loops, by node.
     """
-    found = list[str]()
+    lines = list[str]()
     for event in events:
         if isinstance(event, Run):
             i = event.node
-            found += [nodes[i].name] if nodes[i].is_anchor or i in bodies else []
-            found += ["  " + line for line in bodies.get(i, ())]
+            lines += [nodes[i].name] if nodes[i].is_anchor or i in bodies else []
+            lines += ["  " + line for line in bodies.get(i, ())]
         elif isinstance(event, Start):
             some = [nodes[i] for i in event.nodes]
             what = "gather" if some[0].is_gather else "exchange"
             size = sum(node.num_bytes for node in some) / 1e6
-            found.append(f"start {what} of {size:.3g} MB: {_names(some)}")
+            lines.append(f"start {what} of {size:.3g} MB: {_names(some)}")
         elif isinstance(event, Wait):
-            found.append(f"wait for {_names([nodes[i] for i in event.starts])}")
-    return found
+            lines.append(f"wait for {_names([nodes[i] for i in event.starts])}")
+    return lines
 
 
 def _names(nodes: Sequence[Node]) -> str:

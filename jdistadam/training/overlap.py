@@ -85,11 +85,11 @@ def with_overlap(
 
         traced, shapes = jax.make_jaxpr(in_words, return_shape=True)(*args)
         count = len(traced.consts)  # what the loss closes over
-        given = [*traced.consts, *jax.tree.leaves(args)]
-        kinds_given = list(map(_kind_of_key, given))
+        operands = [*traced.consts, *jax.tree.leaves(args)]
+        kinds_of_operands = list(map(_kind_of_key, operands))
 
         def program(words: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-            values = list(map(_from_words, words, kinds_given))
+            values = list(map(_from_words, words, kinds_of_operands))
             return jaxprs.with_consts(traced, values[:count]), values[count:]
 
         def as_traced(*words: Any) -> list[Any]:
@@ -102,7 +102,7 @@ def with_overlap(
             return results
 
         run = _with_rules_of(as_traced, in_order)
-        results = map(_from_words, run(*map(_words, given)), kinds)
+        results = map(_from_words, run(*map(_words, operands)), kinds)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return overlapped
@@ -170,8 +170,8 @@ def _in_another_order(
     traced = jax.make_jaxpr(lambda *args: with_loops(args))(*args)
     jaxpr, nodes = traced.jaxpr, nodes_of(traced)
     first = next(iter(jaxpr.invars[carry]), None)
-    given, results = [*jaxpr.constvars, *jaxpr.invars], jaxprs.variables(jaxpr.outvars)
-    ordered = Ordered(nodes, overlapping(nodes, given, results, options.policy, first))
+    arguments, results = [*jaxpr.constvars, *jaxpr.invars], jaxprs.variables(jaxpr.outvars)
+    ordered = Ordered(nodes, overlapping(nodes, arguments, results, options.policy, first))
 
     def loop_of(i: int, eqn: Any) -> Any:
         if not _is_copying_loop(eqn):
@@ -231,19 +231,19 @@ def _with_narrow_loops(traced: Any) -> Any:
 
 def _widening(loop: Any, narrow: dict[Any, Any]) -> Any:
     """A scan that takes ``narrow`` operands, but for its carry, and widens them itself."""
-    step, given = jaxprs.step_of(loop), list(loop.invars)
+    step, operands = jaxprs.step_of(loop), list(loop.invars)
     carry, avals = range(*jaxprs.carried(loop, step)), list(step.in_avals)
-    for i, v in enumerate(given):
+    for i, v in enumerate(operands):
         if i not in carry and jaxprs.variables([v]) and v in narrow:
-            given[i] = narrow[v]
-            avals[i] = avals[i].update(dtype=given[i].aval.dtype)
+            operands[i] = narrow[v]
+            avals[i] = avals[i].update(dtype=operands[i].aval.dtype)
 
     def widened(*args: Any) -> list[Any]:
         pairs = zip(args, step.in_avals, strict=True)
         same = (x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in pairs)
         return jaxprs.run(step, *same)
 
-    return jaxprs.with_step(loop, jax.make_jaxpr(widened)(*avals), invars=given)
+    return jaxprs.with_step(loop, jax.make_jaxpr(widened)(*avals), invars=operands)
 
 
 def _with_parted_barriers(traced: Any) -> Any:
@@ -254,30 +254,30 @@ def _with_parted_barriers(traced: Any) -> Any:
     at a time] has one around sums of gradients.
     """
     eqns = traced.jaxpr.eqns
-    given, sums = {*traced.jaxpr.constvars, *traced.jaxpr.invars}, set[Any]()
+    simple, sums = {*traced.jaxpr.constvars, *traced.jaxpr.invars}, set[Any]()
     sources = {x.invars[0] for x in eqns if copies.is_start(x, gathers=True)}  # native.unfused
     for eqn in eqns:
         for old, new in _from_to(eqn):
-            given.update([new] if given.issuperset(old) else ())
-            sums.update([new] if old and old <= sums | given and old & sums else ())
+            simple.update([new] if simple.issuperset(old) else ())
+            sums.update([new] if old and old <= sums | simple and old & sums else ())
         sums.update(eqn.outvars if jaxprs.contains(eqn, {parts.SUM}) else ())
-    sent, found, same = set[Any](), list[Any](), dict[Any, Any]()
+    sent, parted, same = set[Any](), list[Any](), dict[Any, Any]()
     for eqn in reversed(eqns):
         pairs = _from_to(eqn)
-        sent.update(v for old, new in pairs if new in (sent | sources) & given for v in old)
+        sent.update(v for old, new in pairs if new in (sent | sources) & simple for v in old)
         if not jaxprs.is_barrier(eqn):
-            found.append(eqn)
+            parted.append(eqn)
             continue
         kinds: dict[bool, list[int]] = {}
         for i, (_, new) in enumerate(pairs):
-            if new in sent & given:
+            if new in sent & simple:
                 same[new] = eqn.invars[i]
             else:
                 kinds.setdefault(new in sums, []).append(i)
-        for part in kinds.values():
-            of_part = ([x[i] for i in part] for x in (eqn.invars, eqn.outvars))
-            found.append(eqn.replace(**dict(zip(("invars", "outvars"), of_part, strict=True))))
-    return jaxprs.with_eqns(traced, found[::-1], same)
+        for indices in kinds.values():
+            some = ([x[i] for i in indices] for x in (eqn.invars, eqn.outvars))
+            parted.append(eqn.replace(**dict(zip(("invars", "outvars"), some, strict=True))))
+    return jaxprs.with_eqns(traced, parted[::-1], same)
 
 
 def _from_to(eqn: Any) -> list[tuple[set[Any], Any]]:

@@ -63,8 +63,8 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
         carry, gathered, grads, outputs, sums = state
         sums = sums if is_first else write(sums, i - forward, cut.sums(consts, grads))
         following = [] if is_last else cut.gathers(consts, of_layer(i + forward))
-        carry, found, grads = cut.main(consts, carry, of_layer(i), gathered)
-        return carry, following, grads, write(outputs, i, found), sums
+        carry, of_main, grads = cut.main(consts, carry, of_layer(i), gathered)
+        return carry, following, grads, write(outputs, i, of_main), sums
 
     outputs, sums = (
         [jnp.zeros((length, *v.aval.shape), v.aval.dtype) for v in which]
@@ -75,9 +75,9 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
     if begin:
         state = run(state, first, is_first=True)
     if begin < stop:
-        places = first + forward * jnp.arange(begin, stop)
+        indices = first + forward * jnp.arange(begin, stop)
         unroll = max(2, unroll)  # otherwise XLA copies what a step passes on
-        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, places, unroll=unroll)
+        state, _ = lax.scan(lambda s, i: (run(s, i), None), state, indices, unroll=unroll)
     if stop < length:
         state = run(state, last, is_last=True)
     carry, _, grads, outputs, sums = state
@@ -86,7 +86,7 @@ def pipelined(loop: Any, step: Any, args: Sequence[Any]) -> list[Any] | None:
 
 
 class _Cut:
-    """The three parts of a step, as functions of values.
+    """What a step is cut into, as functions of values.
 
     Attributes:
       gathered: What ``gathers`` returns.
@@ -98,14 +98,14 @@ class _Cut:
     def __init__(self, step: Any, start: int, end: int) -> None:
         self._jaxpr, self._eqns = step.jaxpr, step.jaxpr.eqns
         self._constants = dict(zip(self._jaxpr.constvars, step.consts, strict=True))
-        given, results = self._jaxpr.invars, self._jaxpr.outvars
-        self._consts, self._carry, self._xs = given[:start], given[start:end], given[end:]
+        invars, results = self._jaxpr.invars, self._jaxpr.outvars
+        self._consts, self._carry, self._xs = invars[:start], invars[start:end], invars[end:]
         self._carried, ys = results[: end - start], results[end - start :]
         self._gathers, waits, self.gathered = self._find_gathers()
         self._sums, self.grads = self._find_sums()
         self._main = {*range(len(self._eqns))} - waits - self._sums
-        made = {v for i in self._sums for v in self._eqns[i].outvars}
-        self._is_sum = [bool(variables([v])) and v in made for v in ys]
+        of_sums = {v for i in self._sums for v in self._eqns[i].outvars}
+        self._is_sum = [bool(variables([v])) and v in of_sums for v in ys]
         self.summed, self.outputs = (
             [v for v, is_sum in zip(ys, self._is_sum, strict=True) if is_sum == wanted]
             for wanted in (True, False)
@@ -113,22 +113,22 @@ class _Cut:
 
     def gathers(self, consts: Any, inputs: Any) -> list[Any]:
         """Returns the gathered parameters of a layer."""
-        given = [*self._consts, *self._xs]
-        return self._evaluated(self._gathers, given, [*consts, *inputs], self.gathered)
+        arguments = [*self._consts, *self._xs]
+        return self._evaluated(self._gathers, arguments, [*consts, *inputs], self.gathered)
 
     def main(self, consts: Any, carry: Any, inputs: Any, gathered: Any) -> list[list[Any]]:
         """Returns the carry, the outputs that are no sums, and gradients."""
-        given = [*self._consts, *self._carry, *self._xs, *self.gathered]
+        arguments = [*self._consts, *self._carry, *self._xs, *self.gathered]
         values = [*consts, *carry, *inputs, *gathered]
         wanted = self._carried, self.outputs, self.grads
-        found = self._evaluated(self._main, given, values, [v for vs in wanted for v in vs])
-        rest = iter(found)
+        new = self._evaluated(self._main, arguments, values, [v for vs in wanted for v in vs])
+        rest = iter(new)
         return [[next(rest) for _ in vs] for vs in wanted]
 
     def sums(self, consts: Any, grads: Any) -> list[Any]:
         """Returns the sums of the gradients of a layer."""
-        given = [*self._consts, *self.grads]
-        return self._evaluated(self._sums, given, [*consts, *grads], self.summed)
+        arguments = [*self._consts, *self.grads]
+        return self._evaluated(self._sums, arguments, [*consts, *grads], self.summed)
 
     def in_order(self, sums: list[Any], outputs: list[Any]) -> list[Any]:
         """Returns what a step returns besides the carry."""
@@ -136,13 +136,13 @@ class _Cut:
         return [next(rest[is_sum]) for is_sum in self._is_sum]
 
     def _evaluated(
-        self, part: Collection[int], given: list[Any], values: list[Any], results: list[Any]
+        self, indices: Collection[int], arguments: list[Any], values: list[Any], results: list[Any]
     ) -> list[Any]:
-        known = self._constants | dict(zip(given, values, strict=True))
+        known = self._constants | dict(zip(arguments, values, strict=True))
         for i, eqn in enumerate(self._eqns):
-            if i in part:
-                found = evaluate_one(self._jaxpr, eqn, values_of(eqn.invars, known))
-                known.update(zip(eqn.outvars, found, strict=True))
+            if i in indices:
+                new = evaluate_one(self._jaxpr, eqn, values_of(eqn.invars, known))
+                known.update(zip(eqn.outvars, new, strict=True))
         return values_of(results, known)
 
     def _find_gathers(self) -> tuple[set[int], set[int], list[Any]]:
@@ -175,29 +175,29 @@ class _Cut:
 
         Nothing if anything else but outputs is made of them.
         """
-        found, made = set[int](), set[Any]()
+        sums, results = set[int](), set[Any]()
         for i, eqn in enumerate(self._eqns):
-            if copies.is_start(eqn, gathers=False) or not made.isdisjoint(variables(eqn.invars)):
-                found.add(i)
-                made.update(eqn.outvars)
-        eqns = [self._eqns[i] for i in found]
+            if copies.is_start(eqn, gathers=False) or not results.isdisjoint(variables(eqn.invars)):
+                sums.add(i)
+                results.update(eqn.outvars)
+        eqns = [self._eqns[i] for i in sums]
         if any(contains(eqn, PRODUCTS) or copies.is_start(eqn, gathers=True) for eqn in eqns):
             return set(), []
-        if any(map(has_effects, eqns)) or not made.isdisjoint(variables(self._carried)):
+        if any(map(has_effects, eqns)) or not results.isdisjoint(variables(self._carried)):
             return set(), []
         for i, eqn in enumerate(self._eqns):  # they copy nothing
-            if jaxprs.is_barrier(eqn) and i not in found:
-                if set(eqn.outvars).isdisjoint(self._used_outside({i} | found, [i])):
-                    found.add(i)
-        made = {v for i in found for v in self._eqns[i].outvars} | {*self._constants, *self._consts}
-        needed = [v for i in sorted(found) for v in variables(self._eqns[i].invars)]
-        return found, [v for v in dict.fromkeys(needed) if v not in made]
+            if jaxprs.is_barrier(eqn) and i not in sums:
+                if set(eqn.outvars).isdisjoint(self._used_outside({i} | sums, [i])):
+                    sums.add(i)
+        known = {v for i in sums for v in self._eqns[i].outvars} | {*self._constants, *self._consts}
+        needed = [v for i in sorted(sums) for v in variables(self._eqns[i].invars)]
+        return sums, [v for v in dict.fromkeys(needed) if v not in known]
 
-    def _used_outside(self, part: Collection[int], makers: Iterable[int]) -> list[Any]:
-        """What these equations make and others than a part use."""
+    def _used_outside(self, indices: Collection[int], makers: Iterable[int]) -> list[Any]:
+        """What these equations make and others than those at these indices use."""
         used = set(variables(self._jaxpr.outvars))
         for i, eqn in enumerate(self._eqns):
-            used.update(() if i in part else variables(eqn.invars))
+            used.update(() if i in indices else variables(eqn.invars))
         return [v for i in sorted(makers) for v in self._eqns[i].outvars if v in used]
 
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
-from jdistadam.distributed.communication import Communication
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import STEPPED, parts_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import STEPPED, fields_of, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import DIGEST_SIZE
 from jdistadam.distributed.norms import holds_several
 from jdistadam.distributed.schedule import BucketSchedule, Collective, Schedule
 from jdistadam.distributed.store import bytes_of_windows
+from jdistadam.distributed.transport import Transport
 from jdistadam.kernels.reference import KINDS, num_runs
 from jdistadam.training import overlap
 from jdistadam.training.savings import settings_for
@@ -53,7 +53,7 @@ class Plan:
     sums: int
     buffers: dict[str, int]
     collectives: tuple[Collective, ...]
-    communication: Communication
+    communication: Transport
     on_host: dict[str, int] = dataclasses.field(default_factory=dict)
     settings: tuple[str, ...] = ()
     not_counted: str = "activations, gradients in the dtype of the parameters, and the batch"
@@ -94,13 +94,13 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns the tables."""
-        parts = [(name, "held", size) for name, size in self.held.items()]
-        parts += [("total", "held", self.held_bytes)]
-        parts += [(name, "on the host", size) for name, size in self.on_host.items()]
-        parts += [(name, "in a step", size) for name, size in self._in_a_step.items()]
-        parts += [("total", "at most", self.step_bytes)]
+        rows = [(name, "held", size) for name, size in self.held.items()]
+        rows += [("total", "held", self.held_bytes)]
+        rows += [(name, "on the host", size) for name, size in self.on_host.items()]
+        rows += [(name, "in a step", size) for name, size in self._in_a_step.items()]
+        rows += [("total", "at most", self.step_bytes)]
         lines = [f"{'on each device':<24} {'when':<11} {'size':>12}"]
-        lines += [f"{name:<24} {when:<11} {size_text(size):>12}" for name, when, size in parts]
+        lines += [f"{name:<24} {when:<11} {size_text(size):>12}" for name, when, size in rows]
         transport = f"communication: {self.communication}"
         return "\n".join(
             [*lines, "", self._summary(), "", format_collectives(self.collectives), transport]
@@ -149,7 +149,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
         buffers=buffers,
         collectives=schedule.collectives,
-        communication=config.communication,
+        communication=config.transport,
         on_host=on_host,
     )
     settings = settings_for(planned.largest[0], config, schedule.layout)
@@ -174,7 +174,7 @@ def _held(config: DistributedConfig, layout: Layout) -> dict[str, int]:
         **{name: of_arrays[name] for name in STEPPED},
         "scalars": 4 * scalars + DIGEST_SIZE,
     }
-    others = [name for name in parts_of(config) if name not in STEPPED]
+    others = [name for name in fields_of(config) if name not in STEPPED]
     return held | {name: of_arrays[name] for name in others}
 
 
@@ -186,9 +186,9 @@ def _sums(config: DistributedConfig, layout: Layout) -> int:
 
 def _added_late(config: DistributedConfig, schedule: Schedule, accumulate_steps: int) -> list[bool]:
     """For each bucket: whether parts of its gradient stay until the kernel of an update."""
-    are_parts = all(x.is_copied and not x.gather_again for x in schedule.buckets)
+    are_of_model = any(x.gather_again for x in schedule.buckets)
     come_once = accumulate_steps == 1 or not config.parallel.shards_grads
-    may_wait = are_parts and come_once and not config.takes_norm_first
+    may_wait = come_once and not (are_of_model or config.takes_norm_first)
     return [
         may_wait and parts_of_gradients.steps_on_parts(config, entry.bucket)
         for entry in schedule.buckets
@@ -202,15 +202,16 @@ def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence
     [Note: overlap] of training/overlap.py: one is sent, one is added, and parts of a third may wait
     for others that the same call adds.
     """
+    if not config.transport.keeps_parts:
+        return 0
     stay = not config.parallel.shards_grads
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for entry, is_late in zip(schedule.buckets, are_late, strict=True):
-        if entry.is_copied:
-            bucket = entry.bucket
-            received = schedule.layout.whole_size(bucket) - bucket.inner_size
-            if bucket.num_layers is not None:  # of this layer and the one before
-                received = 2 * received // bucket.num_layers
-            sizes[is_late or stay].append(received * config.policy.comm_dtype.itemsize)
+        bucket = entry.bucket
+        received = schedule.layout.whole_size(bucket) - bucket.inner_size
+        if bucket.num_layers is not None:  # of this layer and the one before
+            received = 2 * received // bucket.num_layers
+        sizes[is_late or stay].append(received * config.policy.comm_dtype.itemsize)
     most = 3 * (overlap.TOGETHER_BYTES + max(sizes[False], default=0))
     return sum(sizes[True]) + min(sum(sizes[False]), most)
 
@@ -251,7 +252,7 @@ def _buffers(
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
     wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
     is_in_loop = bucket.num_layers is not None or any(x.times > 1 for x in entry.gather_again)
-    if is_in_loop and not entry.is_copied and wide != bucket.dtype:  # copies: one layer at a time
+    if is_in_loop and wide != bucket.dtype and not config.transport.overlaps:  # else one layer
         yield "widened shards", inner * wide.itemsize
 
 
@@ -263,7 +264,7 @@ def _reduced(
     inner = entry.bucket.inner_size
     if not entry.reduce:  # no other device has these parameters
         return
-    if entry.reduce[0].op == "all-to-all" and not entry.is_copied:
+    if entry.reduce[0].op == "all-to-all" and not config.transport.keeps_parts:
         yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced
     if entry.reduce[-1].op == "all-gather":  # of the parts of a float32 sum

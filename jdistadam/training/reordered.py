@@ -57,13 +57,13 @@ def nodes_of(traced: Any) -> list[Node]:
 
 
 def _node_of(eqn: Any) -> Node:
-    made = jaxprs.kept(eqn.outvars)
+    makes = jaxprs.kept(eqn.outvars)
     is_start, needs = jaxprs.name_of(eqn) == copies.START, tuple(jaxprs.variables(eqn.invars))
     is_update = jaxprs.contains(eqn, UPDATES | {parts.STEP})
     arrays = [v for v in eqn.outvars if isinstance(getattr(v.aval, "dtype", None), np.dtype)]
     return Node(
         needs=needs,
-        makes=tuple(made),
+        makes=tuple(makes),
         name=_name_of(eqn),
         is_product=jaxprs.contains(eqn, jaxprs.PRODUCTS),
         is_update=is_update,
@@ -118,24 +118,24 @@ def evaluate(
         if isinstance(event, Run):
             eqn = loop_of(event.node, eqns[event.node])
             values = jaxprs.values_of(eqn.invars, known)
-            made, results = eqn.outvars, jaxprs.evaluate_one(jaxpr, eqn, values)
+            variables, results = eqn.outvars, jaxprs.evaluate_one(jaxpr, eqn, values)
         elif isinstance(event, Start):
             some = [eqns[i] for i in event.nodes]
             values = jaxprs.values_of([eqn.invars[0] for eqn in some], known)
-            made = [eqn.outvars[0] for eqn in some]
+            variables = [eqn.outvars[0] for eqn in some]
             results = copies.start_together(some, values)
         elif isinstance(event, Wait):  # one call takes all, so all are kept until then
             some = [eqns[i] for i in event.starts]
-            made = [eqns[i].outvars[0] for i in event.waits]
+            variables = [eqns[i].outvars[0] for i in event.waits]
             results = copies.wait_together(
                 some,
-                [v.aval for v in made],
+                [v.aval for v in variables],
                 jaxprs.values_of([eqn.outvars[0] for eqn in some], known),
                 jaxprs.values_of([eqn.invars[0] for eqn in some], known),
                 [] if event.after is None else [known[event.after]],
             )
         else:
-            made = event.values
-            results = jax.lax.optimization_barrier(jaxprs.values_of(made, known))
-        known.update(zip(made, results, strict=True))
+            variables = event.values
+            results = jax.lax.optimization_barrier(jaxprs.values_of(variables, known))
+        known.update(zip(variables, results, strict=True))
     return jaxprs.values_of(jaxpr.outvars, known)

@@ -41,6 +41,6 @@ def settings_for(part: str, config: DistributedConfig, layout: Layout) -> tuple[
         (_SUMS, keeps_sums and parallel.shards_params, "reshard_after_forward=True"),
         (_SUMS, keeps_sums and not parallel.shards_params, 'sharding_strategy="optim_grads"'),
         (("mailboxes",), True, 'communication="xla"'),
-        (_GRADS, can_be_early and not config.communication.is_peer, "early_updates=True"),
+        (_GRADS, can_be_early and not config.transport.overlaps, "early_updates=True"),
     )
     return tuple(setting for parts, helps, setting in rows if helps and part in parts)

@@ -55,8 +55,8 @@ class StepProgram:
     @property
     def batch_spec(self) -> P:
         """PartitionSpec of the batch."""
-        given = self.options.batch_spec
-        return self.tx.config.parallel.batch_spec if given is None else given
+        spec = self.options.batch_spec
+        return self.tx.config.parallel.batch_spec if spec is None else spec
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step."""

@@ -74,7 +74,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     if not config.parallel.is_on_gpu:
         return {}
     wanted, parallel = dict[str, Any](), config.parallel
-    if "scan" in config.kinds_of_layers and not config.communication.is_peer:
+    if "scan" in config.kinds_of_layers and not config.transport.overlaps:
         wanted |= _PIPELINED
     # A loop over micro-batches starts after all parameters have arrived.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
@@ -243,10 +243,10 @@ class TrainStep:
           start gather of 0.131 MB: w float32[512,64]
           wait for w float32[512,64]
         """
-        found = list[Ordered]()
+        orders = list[Ordered]()
         batch = self._gate.admit_types(state, batch)
-        jax.eval_shape(dataclasses.replace(self._step, seen=found.append), state, batch)
-        return "\n".join(found[-1].lines) if found else ""
+        jax.eval_shape(dataclasses.replace(self._step, seen=orders.append), state, batch)
+        return "\n".join(orders[-1].lines) if orders else ""
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers for arrays or ``jax.ShapeDtypeStruct`` with shardings, as ``jax.jit(f).lower``.

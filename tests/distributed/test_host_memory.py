@@ -15,7 +15,7 @@ import jdistadam as jda
 from jdistadam.distributed import calls, host_memory, update
 from jdistadam.distributed.flat_arrays import FLAT_ARRAYS
 from jdistadam.distributed.host_memory import map_arrays
-from jdistadam.kernels.host_copy import Lines
+from jdistadam.kernels.host_copy import Rows
 from support import h200, own_loop
 from support.bits import assert_trees_same_bits
 from support.exact_steps import GROUPS, LABELS, batches, make_tx
@@ -250,7 +250,7 @@ def test_windows_follow_the_backward_pass(wrap, monkeypatch):
 
     def noted(*args):
         found = make_calls(*args)
-        orders.append([x.bucket.leaves[0] for call in found for x in call.pieces])
+        orders.append([x.bucket.leaves[0] for call in found for x in call.spans])
         return found
 
     monkeypatch.setattr(update, "make_calls", noted)
@@ -294,7 +294,7 @@ def test_a_plan_has_the_bytes_of_each_memory(monkeypatch):
     three, name = planned.buffers["windows of the state"], "windows of the state"
     for times, windows in (
         (2, 6),
-        (1000, len(calls.windows(tx.layout(state.params), splits=True))),
+        (1000, len(calls.consecutive_spans(tx.layout(state.params), splits=True))),
     ):
         monkeypatch.setattr(host_memory, "WINDOWS_BYTES", times * three)
         assert 3 * jda.plan(state.params, tx).buffers[name] == windows * three
@@ -320,13 +320,13 @@ def test_a_plan_has_the_bytes_of_windows(case, buffer_bytes, memory, monkeypatch
     params = of_few(random_params("float32" if policy == "float32" else jnp.bfloat16))
     found, made = [], host_memory.Stream.__init__
 
-    def noted(stream, arrays, lines, after):
-        made(stream, arrays, lines, after)
+    def noted(stream, arrays, rows, after):
+        made(stream, arrays, rows, after)
         sizes = []
-        for window, parts in zip(arrays, lines, strict=True):
-            parts = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Lines))
+        for window, parts in zip(arrays, rows, strict=True):
+            parts = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Rows))
             pairs = zip(jax.tree.leaves(window), parts, strict=True)
-            sizes.append(sum(x.dtype.itemsize * y.num_lines * y.width for x, y in pairs))
+            sizes.append(sum(x.dtype.itemsize * y.num_rows * y.width for x, y in pairs))
         if sizes:
             found.append(max(sizes) * min(len(sizes), max(3, buffer_bytes // max(sizes))))
 

@@ -14,7 +14,7 @@ import pytest
 
 from jdistadam.core import memory
 from jdistadam.distributed import host_memory
-from jdistadam.kernels.host_copy import Lines
+from jdistadam.kernels.host_copy import Rows
 
 NAMES = ("main_params", "mu", "mu codes", "nu", "nu codes")
 
@@ -72,11 +72,11 @@ def run(monkeypatch, windows, count):
     monkeypatch.setattr(memory, "to_host", lambda x: x)
     first = {name: Value(None, name) for name in NAMES}
     arrays = [{name: first[name] for name in window} for window in windows]
-    lines = [{name: Lines(0, 2, 3) for name in window} for window in windows]
+    rows = [{name: Rows(0, 2, 3) for name in window} for window in windows]
     size = 24 * max(map(len, windows))
     grads = [Value(recorder.call("gradient", []), "gradient") for _ in windows]
     monkeypatch.setattr(host_memory, "WINDOWS_BYTES", count * size)
-    stream = host_memory.Stream(arrays, lines, grads[:1])
+    stream = host_memory.Stream(arrays, rows, grads[:1])
     new = []
     for i, grad in enumerate(grads):
         window = stream.take()

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed.communication import choose_communication
+from jdistadam.distributed.transport import choose_transport
 from jdistadam.tools import diagnostics
 from support.bits import assert_trees_same_bits
 from support.exact_sums import HYPER, decays, random_params, without_empty
@@ -63,7 +63,7 @@ def trained(mesh, means, comm, dtype, steps=10, accumulate_steps=1, **kwargs):
     tx = distributed_adamw(
         **hyper, mesh=mesh, policy=policy, mask=decays, communication=means, **kwargs
     )
-    assert tx.config.communication.transport == means
+    assert tx.config.transport.name == means
     params = random_params()
     state = jda.TrainState.create(params, tx, param_dtypes=dtype)
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
@@ -177,8 +177,8 @@ def test_unsupported_options_use_xla_or_raise(cpu_mesh, kwargs, why):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
     kwargs = dict(learning_rate=1e-3, mesh=cpu_mesh(4), policy=policy) | kwargs
     tx = distributed_adamw(**kwargs)
-    assert tx.config.communication.transport == "xla"
-    assert tx.config.communication.why_not_peer == why
+    assert tx.config.transport.name == "xla"
+    assert tx.config.transport.why_not_peer == why
     with pytest.raises(jda.PolicyError, match=f"communication: .* not supported here: got {why}"):
         distributed_adamw(communication="peer", **kwargs)
 
@@ -201,7 +201,7 @@ def test_unsupported_meshes_and_unknown_transports_raise(cpu_mesh):
     ):
         make(cpu_mesh(2), communication="nccl")
     # CPU devices share memory for tests: nothing is won by it, so that "auto" does not choose it.
-    assert make(cpu_mesh(2)).config.communication.why_not_peer.startswith("platform cpu; ")
+    assert make(cpu_mesh(2)).config.transport.why_not_peer.startswith("platform cpu; ")
 
 
 @few(1)
@@ -292,15 +292,15 @@ class Mesh:
 @pytest.fixture
 def gpus(monkeypatch):
     """Four GPUs of this process, of which number 2 and 3 do not reach each other."""
-    from jdistadam.distributed import communication
+    from jdistadam.distributed import transport
     from jdistadam.kernels import native
 
     found = [Gpu(i) for i in range(4)]
-    monkeypatch.setattr(communication.jax, "devices", lambda backend=None: found)
-    monkeypatch.setattr(communication.jax, "local_devices", lambda backend=None: found)
+    monkeypatch.setattr(transport.jax, "devices", lambda backend=None: found)
+    monkeypatch.setattr(transport.jax, "local_devices", lambda backend=None: found)
     monkeypatch.setattr(native, "reachable_peers", lambda: lambda a, b: a == b or a + b != 5)
     monkeypatch.setattr(native, "link_speed", lambda a, b: 340.2)
-    monkeypatch.setattr(communication, "_attempt", lambda mesh, axes, groups: ("", 340.2))
+    monkeypatch.setattr(transport, "_attempt", lambda mesh, axes, groups: ("", 340.2))
     monkeypatch.setattr(native, "status", lambda name: native.Status(True, ""))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     return found
@@ -316,28 +316,28 @@ def chosen(means, devices):
         size=lambda axes: len(devices),
     )
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
-    return choose_communication(means, parallel, policy)
+    return choose_transport(means, parallel, policy)
 
 
 def test_gpus_that_do_not_reach_each_other_go_over_xla(gpus, monkeypatch):
-    from jdistadam.distributed import communication
+    from jdistadam.distributed import transport
 
     assert str(chosen("auto", gpus[:2])) == str(chosen("peer", gpus[:2])) == "peer"
     why = "GPU 2 cannot reach the memory of GPU 3"
     assert str(chosen("auto", gpus)) == f"xla ({why})"
     with pytest.raises(jda.PolicyError, match=why):
         chosen("peer", gpus)
-    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: 25.4 if a else 340.2)
+    monkeypatch.setattr(transport.native, "link_speed", lambda a, b: 25.4 if a else 340.2)
     assert chosen("auto", gpus[:2]).why_not_peer == "25 GB/s from GPU 1 to 0, less than 60"
     assert chosen("peer", gpus[:2]).is_peer
-    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: -1 if b else 340.2)
+    monkeypatch.setattr(transport.native, "link_speed", lambda a, b: -1 if b else 340.2)
     why = "copies from GPU 0 to 1 that bring other values"
     assert chosen("auto", gpus[:2]).why_not_peer == why
     with pytest.raises(jda.PolicyError, match=why):
         chosen("peer", gpus[:2])
-    monkeypatch.setattr(communication.native, "link_speed", lambda a, b: 340.2)
+    monkeypatch.setattr(transport.native, "link_speed", lambda a, b: 340.2)
     why = "copies between devices fail: broken"
-    monkeypatch.setattr(communication, "_attempt", lambda mesh, axes, groups: (why, 0.0))
+    monkeypatch.setattr(transport, "_attempt", lambda mesh, axes, groups: (why, 0.0))
     assert chosen("auto", gpus[:2]).why_not_peer == why
     with pytest.raises(jda.PolicyError, match=why):
         chosen("peer", gpus[:2])
@@ -365,14 +365,14 @@ def test_options_of_the_client_select_the_allocator(gpus, monkeypatch, options):
 
 
 def test_processes_copy_if_it_works_fast_enough_within_hosts(gpus, monkeypatch):
-    from jdistadam.distributed import communication
+    from jdistadam.distributed import transport
     from jdistadam.kernels.processes import Joined
 
     gpus[:] = [Gpu(i, process_index=i // 2) for i in range(4)]
     hosts, tried = {0: "a", 1: "a"}, ["", 300.0]
-    monkeypatch.setattr(communication, "join", lambda platform: Joined(hosts, ""))
-    monkeypatch.setattr(communication, "_tried_copies", lambda mesh, axes: tuple(tried))
-    monkeypatch.setattr(communication, "_moved_last", lambda mesh, axes, values: [list(values)])
+    monkeypatch.setattr(transport, "join", lambda platform: Joined(hosts, ""))
+    monkeypatch.setattr(transport, "_tried_copies", lambda mesh, axes: tuple(tried))
+    monkeypatch.setattr(transport, "_moved_last", lambda mesh, axes, values: [list(values)])
     assert str(chosen("auto", gpus)) == str(chosen("peer", gpus)) == "peer"
     tried[1] = 20.0
     assert chosen("auto", gpus).why_not_peer == "20 GB/s between processes, less than 60"
@@ -383,42 +383,42 @@ def test_processes_copy_if_it_works_fast_enough_within_hosts(gpus, monkeypatch):
     assert chosen("auto", gpus).why_not_peer == "devices of several hosts along data"
     with pytest.raises(jda.PolicyError, match="devices of several hosts"):
         chosen("peer", gpus)
-    monkeypatch.setattr(communication.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(transport.jax, "process_count", lambda: 3)
     assert chosen("auto", gpus).why_not_peer == "devices of some of the processes"
     elsewhere = [Gpu(8), Gpu(9, process_index=1)]
     assert chosen("auto", elsewhere).why_not_peer == "devices that no process has"
 
 
 def test_processes_find_the_same_of_copies_that_they_try(cpu_mesh, monkeypatch):
-    from jdistadam.distributed import communication
+    from jdistadam.distributed import transport
     from jdistadam.kernels import native
 
     assert native.status("cpu").available
     said, compiled = {1: ["", 1e-6]}, {1: ""}
     monkeypatch.setattr(
-        communication,
+        transport,
         "say_to_all",
         lambda name, found, limits: (compiled if "compiled" in name else said) | {0: found},
     )
-    monkeypatch.setattr(communication, "_TRIED", {})
-    monkeypatch.setattr(communication, "leave", lambda platform, why: left.append(why))
+    monkeypatch.setattr(transport, "_TRIED", {})
+    monkeypatch.setattr(transport, "leave", lambda platform, why: left.append(why))
     left = []
-    assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("", 1e-6)
+    assert transport._tried_copies(cpu_mesh(4), ("data",)) == ("", 1e-6)
     said[1][0] = "no memory"
-    assert communication._tried_copies(cpu_mesh(2), ("data",)) == ("no memory", 1e-6)
+    assert transport._tried_copies(cpu_mesh(2), ("data",)) == ("no memory", 1e-6)
     said[1][0] = ""
-    monkeypatch.setattr(communication.copies, "gather", failing)
+    monkeypatch.setattr(transport.copies, "gather", failing)
     with jax.set_mesh(cpu_mesh(4)):  # it has its own
-        why, speed = communication._tried_copies(cpu_mesh(3), ("data",))
+        why, speed = transport._tried_copies(cpu_mesh(3), ("data",))
     assert why == "copies between devices do not compile: broken" and speed == 0
     assert not left  # other copies need the connections
-    communication._TRIED.clear()
+    transport._TRIED.clear()
     said[1][0] = "no memory"
-    assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("no memory", 1e-6)
+    assert transport._tried_copies(cpu_mesh(4), ("data",)) == ("no memory", 1e-6)
     assert left == ["no memory"]
-    communication._TRIED.clear()
+    transport._TRIED.clear()
     compiled[1] = "no compiler"
-    assert communication._tried_copies(cpu_mesh(4), ("data",)) == ("no compiler", 0)
+    assert transport._tried_copies(cpu_mesh(4), ("data",)) == ("no compiler", 0)
     assert left == ["no memory", "no compiler"]
 
 

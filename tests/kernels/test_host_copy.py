@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jdistadam.kernels import host_copy, native
-from jdistadam.kernels.host_copy import Lines
+from jdistadam.kernels.host_copy import Rows
 
 
 def on_host(x, platform):
@@ -36,7 +36,7 @@ def test_parts_of_arrays_are_copied_to_the_device_and_back(platform, choice, mon
     floats = np.arange(10 * 128, dtype=np.float32)
     codes = np.arange(10, dtype=np.uint8)
     hosts = [on_host(floats, platform), on_host(codes, platform)]
-    parts = [Lines(3, 4, 128), Lines(3, 4, 1)]
+    parts = [Rows(3, 4, 128), Rows(3, 4, 1)]
 
     def step(hosts):
         new, started = host_copy.to_device(hosts, parts, 0, [])

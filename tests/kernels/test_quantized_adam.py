@@ -77,7 +77,7 @@ def spec_of(mode, is_stochastic, dtypes, flags=()):
 
 
 def of_parts(parts):
-    return jax.tree.map(np.asarray, LeafPositions.of_parts(np.asarray(parts)))
+    return jax.tree.map(np.asarray, LeafPositions.of_shards(np.asarray(parts)))
 
 
 PLACES, WHOLE = of_parts(PARTS), of_parts(0 * PARTS)

@@ -153,6 +153,6 @@ def test_unusual_coefficients_equal_the_reference_bitwise(platform, name, change
     sizes = (70_001, 1024)
     operands = operands_of(np.random.default_rng(8), sizes, mode, grad, param, stored)
     spec = Spec(mode, (0, 1), rounding=RoundingSpec(is_stochastic, (0, 1)))
-    places = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(2, np.int32)))
+    places = jax.tree.map(np.asarray, LeafPositions.of_shards(np.zeros(2, np.int32)))
     args = spec, scalars(chunk_rows(**change)), operands, rounded(places)
     assert_trees_same_bits(adam_of_parts(*args)._asdict(), by_reference(*args)._asdict())

@@ -147,7 +147,7 @@ def test_sums_of_quantized_steps_equal_the_reference_bitwise(platform, case, fou
     rounding = RoundingSpec(is_stochastic, tuple(range(len(SIZES))))
     spec = Spec(mode, groups, FLAGS, out_dtype, rounding=rounding)
     given = scalars(random_rows(count=3), found_inf=found_inf)
-    positions = jax.tree.map(np.asarray, LeafPositions.of_parts(np.zeros(len(SIZES), np.int32)))
+    positions = jax.tree.map(np.asarray, LeafPositions.of_shards(np.zeros(len(SIZES), np.int32)))
     args = given, operands, rounded(positions)
     request = squares_request(SIZES, tuple(i % 3 == 1 for i in range(len(SIZES))))
     results = with_squares(spec, *request, *args)

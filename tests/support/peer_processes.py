@@ -64,7 +64,7 @@ tx = jda.distributed(
     replica_axis="replica" if strategy == "replicas" else None,
     communication=communication,
 )
-print("over", tx.config.communication, flush=True)
+print("over", tx.config.transport, flush=True)
 rng = np.random.default_rng(0)
 params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 step = jda.train_step(loss_fn, tx)

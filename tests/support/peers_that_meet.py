@@ -89,7 +89,7 @@ def loss_fn(params, batch):
 
 
 tx = chosen()
-print("over", tx.config.communication, flush=True)
+print("over", tx.config.transport, flush=True)
 state = jda.TrainState.create({"w": np.ones((64, 8), np.float32)}, tx)
 step = jda.train_step(loss_fn, tx)
 batch = np.ones((4, 64), np.float32)

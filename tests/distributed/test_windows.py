@@ -1,4 +1,4 @@
-"""Slots: where shards of buckets are in the flat arrays of a state."""
+"""Windows: where shards of buckets are in the flat arrays of a state."""
 
 import collections
 import functools
@@ -26,23 +26,23 @@ MIXED = functools.partial(jda.fused_adamw, float32_moments=lambda path: "rows" i
         ("bfloat16", dict(adam=functools.partial(jda.fused_adamw, mu_dtype="block8"))),
     ],
 )
-def test_slots_fill_every_array_without_gaps(place, policy, options):
+def test_windows_fill_every_array_without_gaps(place, policy, options):
     tx = make_tx(place, policy, **options)
     layout = tx.layout(random_params("float32" if policy == "float32" else jnp.bfloat16))
     types = flat_arrays.types_of_arrays(tx.config, layout)
     ends = collections.Counter()
     for name in flat_arrays.FLAT_ARRAYS:
         for bucket in layout.buckets:
-            slot = flat_arrays.slot_of(tx.config, name, bucket)
+            window = flat_arrays.window_of(tx.config, name, bucket)
             lacks_main = name == "main_params" and not bucket.has_main
-            assert (slot is None) == (types[name] is None or lacks_main)
-            if slot is not None:
-                assert slot.start == ends[slot.array] and slot.start % ALIGNMENT == 0
-                assert 0 <= slot.size - bucket.shard_size < ALIGNMENT
-                ends[slot.array] += slot.size
+            assert (window is None) == (types[name] is None or lacks_main)
+            if window is not None:
+                assert window.start == ends[window.array] and window.start % ALIGNMENT == 0
+                assert 0 <= window.size - bucket.shard_size < ALIGNMENT
+                ends[window.array] += window.size
     for name, x in flat_arrays.arrays_of(types).items():
         if x is not None:  # an array is never empty
             first, *_ = jax.tree.leaves(x)
             assert first.size == max(ends[name], ALIGNMENT), name
     fields = flat_arrays.arrays_of(types)
-    assert types == {name: flat_arrays.field_of(fields, name) for name in types}
+    assert types == {name: flat_arrays.joined_field(fields, name) for name in types}
