@@ -512,7 +512,7 @@ ERRORS = [
     ("full_params(params, tx)", lambda: jda.full_params(PARAMS, tx()), jda.TreeError, NOT_A_TRAIN_STATE.format(r"builtins\.dict")),
     ("full_params(tx, state)", lambda: jda.full_params(tx(), state()), jda.PolicyError, NOT_DISTRIBUTED.format("TrainState")),
     ("ema_params without an average", lambda: jda.ema_params(state(), tx()), jda.PolicyError, r"^ema_params: this optimizer keeps no average: got ema_decay=None, expected a number\. Make it with distributed\("),
-    ("ema_params of another state", lambda: jda.ema_params(state(), tx(ema_decay=0.9)), jda.TreeError, r"^opt_state\.ema: does not fit ema_decay: got NoneType, expected an array\. Make the state with"),
+    ("ema_params of another state", lambda: jda.ema_params(state(), tx(ema_decay=0.9)), jda.TreeError, r"^opt_state\.ema: does not fit ema_decay: got NoneType, expected an array\. Convert it: params, adam, extra = to_optax_state\(state, old_tx\), .* begin anew with"),
     ("full_params of a donated state", lambda: jda.full_params(donated(), tx()), jda.MeshError, DONATED),
     # -- from_optax_state, to_optax_state, main_params
     ("full_params of shapes", lambda: jda.full_params(jda.TrainState.shapes(PARAMS, tx()), tx()), jda.TreeError, r"^state: shapes, not arrays: got what TrainState\.shapes or jax\.eval_shape returned, expected a state with values\. Restore it: jda\.restore"),
@@ -585,7 +585,7 @@ ERRORS = [
     ("a state without opt_state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, None), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("NoneType")),
     ("a state with optax's state", lambda: jda.train_step(loss_fn, tx())(jda.TrainState(PARAMS, optax_state()), BATCH), jda.TreeError, NO_DISTRIBUTED_STATE.format("tuple")),
     ("a donated state", lambda: train(state=donated()), jda.MeshError, DONATED),
-    ("a state of another mesh", lambda: train(state=state(), tx=make_tx(mesh=mesh(4))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, or in another order: got .* on \{'data': 2\}, expected .* on \{'data': 4\}\. Convert it: to_optax_state"),
+    ("a state of another mesh", lambda: train(state=state(), tx=make_tx(mesh=mesh(4))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, or in another order: got .* on \{'data': 2\}, expected .* on \{'data': 4\}\. Convert it: params, adam, extra = to_optax_state"),
     ("a state of the same devices in another order", lambda: train(state=state(), tx=make_tx(mesh=jax.sharding.Mesh(mesh().devices[::-1], "data"))), jda.MeshError, r"^opt_state\.mu: sharded over another mesh, .*: got P\w*\('data',\) on \{'data': 2\} with \S*0\S* at place 0, expected \S* on \{'data': 2\} with \S*1\S* at place 0\. Convert"),
     ("a state without a loss scale", lambda: train(state=state(), tx=make_tx(loss_scale=2.0)), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got NoneType, expected LossScaleState"),
     ("a state with a loss scale", lambda: train(state=state(loss_scale=2.0), tx=make_tx()), jda.TreeError, r"^opt_state\.scaling: does not fit loss_scale: got LossScaleState, expected None"),

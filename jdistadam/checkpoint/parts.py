@@ -76,7 +76,8 @@ def fields_of(state: Any) -> dict[str, Any]:
         raise TreeError(
             f"state: has no params and opt_state: got {type(state).__name__} "
             f"with {sorted(fields) or 'no fields'}, expected a TrainState, "
-            "or a dictionary with these two. Pass {'params': params, 'opt_state': opt_state}."
+            "or a dictionary with these two. Pass TrainState.shapes(params, tx) to restore a "
+            "TrainState, or {'params': params, 'opt_state': opt_state}; tx comes after it."
         )
     return fields
 

@@ -40,6 +40,11 @@ from jdistadam.errors import (
     TreeError,
 )
 
+CONVERT = (
+    "Convert it: params, adam, extra = to_optax_state(state, old_tx), then "
+    "from_optax_state(params, adam, tx, extra)."
+)
+
 
 def check_arguments(
     max_grad_norm: Any,
@@ -284,8 +289,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
                 break
     raise MeshError(
         "opt_state.mu: sharded over another mesh, or in another order: "
-        f"got {texts[0]}, expected {texts[1]}. "
-        "Convert it: to_optax_state with the old optimizer, then from_optax_state with this one."
+        f"got {texts[0]}, expected {texts[1]}. " + CONVERT
     )
 
 
@@ -424,5 +428,5 @@ def check_options(config: DistributedConfig, state: Any) -> None:
         if (got is not None) != is_on:
             raise TreeError(
                 f"opt_state.{name}: does not fit {option}: got {type(got).__name__}, expected "
-                f"{kind if is_on else None}. Make the state with init(params) of this optimizer."
+                f"{kind if is_on else None}. {CONVERT} Or begin anew with init(params)."
             )

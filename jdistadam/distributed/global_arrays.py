@@ -64,21 +64,23 @@ def is_at(x: Any, place: Any, *, exactly: bool) -> bool:
       x: The array.
       place: A sharding.
       exactly: Whether the spelling must match too: P(None) places an array as P() does, and on one
-        device P("data") does too; on Explicit axes these are different types.
+        device P("data") does too; on Explicit axes these are different types, and so is an array
+        of a mesh with Auto axes.
     """
     if not isinstance(x, jax.Array):
         return False
     if exactly or x.sharding == place:
         return bool(x.sharding == place)
     is_typed = jax.sharding.AxisType.Explicit in place.mesh.axis_types
-    is_same_type = not is_typed or _dims(x.sharding, x.ndim) == _dims(place, x.ndim)
+    is_same_type = not is_typed or _type(x.sharding, x.ndim) == _type(place, x.ndim)
     return is_same_type and x.sharding.is_equivalent_to(place, x.ndim)
 
 
-def _dims(sharding: Any, ndim: int) -> tuple[Any, ...]:
-    """The mesh axes that cut each dimension of an array."""
+def _type(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    """The types of the mesh axes, and the axes that cut each dimension of an array."""
     spec = tuple(getattr(sharding, "spec", ("no mesh",)))
-    return spec + (None,) * (ndim - len(spec))
+    types = getattr(getattr(sharding, "mesh", None), "axis_types", None)
+    return types, *spec, *(None,) * (ndim - len(spec))
 
 
 def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:

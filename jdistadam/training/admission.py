@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
@@ -131,7 +131,7 @@ class Gate:
         if not is_ours:
             if self._donates:
                 state = with_numbers_as_arrays(state, tx.config.mesh, memory.arrays)
-            state = _placed(state, tx, is_all=not memory.has_params)
+            state = _placed(state, tx, is_all=not memory.has_params or _has_other_type(sharded, tx))
         if not self._donates:
             return Admitted(state, batch, digest)
         if not is_ours:
@@ -229,6 +229,14 @@ def _shapes_placed(state: TrainState, tx: DistributedTransformation) -> TrainSta
 
     shapes: TrainState = jax.tree.map(shape, state, places_of(state, tx))
     return shapes
+
+
+def _has_other_type(state: DistributedState, tx: DistributedTransformation) -> bool:
+    """Whether the axes of the optimizer's mesh are Explicit, which is a type, and others here."""
+    of_state = getattr(jax.tree.leaves(state.mu)[0], "sharding", None)
+    types = tx.config.mesh.axis_types
+    is_same = getattr(getattr(of_state, "mesh", None), "axis_types", types) == types
+    return AxisType.Explicit in types and not is_same
 
 
 def _placed(state: TrainState, tx: DistributedTransformation, *, is_all: bool) -> TrainState:

@@ -24,6 +24,9 @@ from jdistadam.kernels.reference import KINDS, num_runs
 from jdistadam.training import overlap
 from jdistadam.training.savings import settings_for
 
+NOT_COUNTED = "activations, gradients in the dtype of the parameters, and the batch"
+GATHERED_BLOCKS = "up to three gathered blocks"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -56,7 +59,7 @@ class Plan:
     communication: Transport
     on_host: dict[str, int] = dataclasses.field(default_factory=dict)
     settings: tuple[str, ...] = ()
-    not_counted: str = "activations, gradients in the dtype of the parameters, and the batch"
+    not_counted: str = NOT_COUNTED
 
     @property
     def held_bytes(self) -> int:
@@ -144,6 +147,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         buffers["windows of the state"] = max(
             bytes_of_windows(config, schedule.layout, calls) for calls in (of_step, of_average)
         )
+    are_blocks = any(x.gather_again and x.bucket.num_layers is None for x in schedule.buckets)
     planned = Plan(
         held=held,
         sums=_sums(config, schedule.layout) if accumulate_steps > 1 else 0,
@@ -151,6 +155,7 @@ def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: 
         collectives=schedule.collectives,
         communication=config.transport,
         on_host=on_host,
+        not_counted=f"{GATHERED_BLOCKS}, {NOT_COUNTED}" if are_blocks else NOT_COUNTED,
     )
     settings = settings_for(planned.largest[0], config, schedule.layout)
     return dataclasses.replace(planned, settings=settings)
@@ -230,7 +235,8 @@ def _buffers(
     if entry.reduce and (bucket.is_packed or policy.comm_dtype != bucket.dtype):
         yield "gradients as sent", whole * sent
     itemsize = jnp.dtype(bucket.dtype).itemsize
-    is_kept = bucket.is_sharded_param and not config.parallel.reshard_after_forward
+    # Gathered before the loss; what blocks and loops gather, they gather again.
+    is_whole_in_loss = bucket.is_sharded_param and not entry.gather_again
     if not is_late:
         yield from _reduced(config, entry, whole)
     if parts_of_gradients.is_written_whole(config, bucket):
@@ -246,7 +252,7 @@ def _buffers(
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
-    if bucket.is_packed or is_kept:
+    if bucket.is_packed or is_whole_in_loss:
         yield "gathered parameters", whole * itemsize
     if bucket.num_layers is not None:
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next

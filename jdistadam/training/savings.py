@@ -11,6 +11,7 @@ from jdistadam.distributed.layout import Layout
 
 _MOMENTS = ("mu", "nu")
 _GRADS = ("packed gradients", "gradients as sent", "received contributions", "mailboxes")
+_RECEIVED = ("received contributions",)
 _SUMS = ("accumulated gradients",)
 _SHARDED = 'sharding_strategy="optim_grads_params"'
 
@@ -30,7 +31,6 @@ def settings_for(part: str, config: DistributedConfig, layout: Layout) -> tuple[
     is_narrowed = policy.comm_dtype == jnp.float32 and jnp.float32 not in dtypes
     are_wide = (storage.mu or FLOAT32, storage.nu) == (FLOAT32, FLOAT32)
     keeps_sums = several and not parallel.shards_grads
-    can_be_early = not (config.takes_norm_first or config.has_model_axes or config.updates_early)
     rows = (
         (FLAT_ARRAYS, several and not shards, 'sharding_strategy="optim"'),
         (("main_params",), is_wide, 'main_params_dtype="remainder16"'),
@@ -41,6 +41,7 @@ def settings_for(part: str, config: DistributedConfig, layout: Layout) -> tuple[
         (_SUMS, keeps_sums and parallel.shards_params, "reshard_after_forward=True"),
         (_SUMS, keeps_sums and not parallel.shards_params, 'sharding_strategy="optim_grads"'),
         (("mailboxes",), True, 'communication="xla"'),
-        (_GRADS, can_be_early and not config.transport.overlaps, "early_updates=True"),
+        (_RECEIVED, policy.reduced_dtype != policy.comm_dtype, "grad_reduce_dtype=None"),
+        (("gathered parameters",), parallel.shards_params, "layers, for scanned layers or blocks"),
     )
     return tuple(setting for parts, helps, setting in rows if helps and part in parts)

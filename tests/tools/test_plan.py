@@ -229,7 +229,7 @@ def test_the_plan_prints_a_total_its_largest_part_and_how_to_lower_it():
     shards = dict(sharding_strategy="optim_grads", policy=jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16"))  # fmt: skip
     said = [
         (dict(), "accumulated gradients, 5.24 GB", 'sharding_strategy="optim_grads"'),
-        (dict(sharding_strategy="optim_grads"), "gradients as sent, 5.24 GB", "grad_comm_dtype=jnp.bfloat16; early_updates=True"),
+        (dict(sharding_strategy="optim_grads"), "gradients as sent, 5.24 GB", "grad_comm_dtype=jnp.bfloat16"),
         (shards, "params, 2.62 GB", 'sharding_strategy="optim_grads_params"'),
     ]  # fmt: skip
     for options, largest, settings in said:
@@ -250,6 +250,7 @@ def test_settings_of_a_plan_lower_what_they_are_named_for():
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
     params = {"w": jax.ShapeDtypeStruct((4096, 1000), jnp.bfloat16)}
     summed = jda.MixedPrecisionPolicy(grad_reduce_dtype="float32")
+    narrow = jda.MixedPrecisionPolicy(grad_comm_dtype="bfloat16")
     over = lambda **options: distributed_adamw(1e-3, mesh=mesh, **options)  # noqa: E731
     moments = dict(mu_dtype="block16", nu_dtype="block16")
     parts = {
@@ -257,10 +258,16 @@ def test_settings_of_a_plan_lower_what_they_are_named_for():
         "mu": [dict(sharding_strategy="optim"), moments, dict(state_memory="pinned_host")],
         "params": [dict(sharding_strategy="optim_grads_params")],
         "mailboxes": [dict(policy=dataclasses.replace(summed, grad_comm_dtype="bfloat16")), dict(communication="xla")],
+        "received contributions": [dict(policy=narrow)],
+        "gathered parameters": [dict(layers=lambda path: "block")],
+    }  # fmt: skip
+    given = {
+        "mailboxes": dict(policy=summed, communication="peer"),
+        "received contributions": dict(policy=dataclasses.replace(narrow, grad_reduce_dtype="float32")),
+        "gathered parameters": dict(sharding_strategy="optim_grads_params"),
     }  # fmt: skip
     for part, changes in parts.items():
-        options = dict(policy=summed, communication="peer") if part == "mailboxes" else {}
-        options |= {} if part == "mailboxes" else dict(sharding_strategy="no_shard")
+        options = given.get(part, dict(sharding_strategy="no_shard"))
         config = over(**options).config
         layout = config.layout(params)
         before = jda.plan(params, over(**options))

@@ -221,6 +221,22 @@ def test_states_in_other_places_are_trained(place, strategy, axis_type):
     assert_trees_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("kinds", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)], ids=str)  # fmt: skip
+def test_a_state_of_the_other_kind_of_mesh_is_trained_and_evaluated(strategy, kinds):
+    """Explicit axes are part of the type of an array, on the same devices."""
+    (tx, state), (other, _) = (make(4, strategy, axis_type=kind) for kind in kinds)
+    batch, results = np.ones((4, 2), np.float32), []
+    for used in (other, tx):  # the last one donates
+        fresh = jax.tree.map(jnp.copy, state)
+        given = dataclasses.replace(state, params=state.params) if used is tx else state
+        loss = jda.eval_step(loss_fn, used)(given, batch)
+        new, _ = jda.train_step(loss_fn, used)(given, batch)
+        results.append(jax.device_get((loss, new)))
+        state = fresh
+    assert_trees_same_bits(*results)
+
+
 @few(1)
 @pytest.mark.parametrize("dtypes", [None, "bfloat16"])
 def test_params_without_elements_have_an_average(dtypes):
