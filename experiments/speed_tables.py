@@ -547,7 +547,8 @@ def decision() -> str:
         ),
         (
             "the same, FSDP with scanned layers", "**yes**",
-            f"4 H100s: {of_scanned} beside default compiler flags", _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
+            f"4 H100s: {of_scanned} beside default compiler flags",
+            _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
         ),
         (
             "the same, 6.7e9 parameters", "**yes**, with 8-bit moments",
