@@ -419,7 +419,8 @@ def _check_free(path: Path, file: int) -> None:
     raise CheckpointError(
         f"{path!s}: another one saves into this folder: got pid {holder.get('pid', 'unknown')} "
         f"on {holder.get('host', 'unknown')} ({detail}), expected one that saves at a time. "
-        f"Close it, or choose another folder. The file counts for another {STALE_AFTER:.0f} s "
+        "If it is of a run of which another process died, end it; else close it, or choose another "
+        f"folder. The file counts for another {STALE_AFTER:.0f} s "
         "after a machine has failed; remove it if you know that one has."
     )
 

@@ -46,15 +46,23 @@ _MOMENTS = {
 }
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not those of switches, which would be read as their effect."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.nargs == 0 else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, and shows defaults in its help."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(formatter_class=_Help, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        text = " ".join(message.split())
+        self.exit(2, f"{self.prog}: error: {text}; see {self.prog} --help\n")
 
 
 class Tree(NamedTuple):
