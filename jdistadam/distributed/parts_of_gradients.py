@@ -40,7 +40,7 @@ def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
 
 
 def adding(config: DistributedConfig, call: Call, norm_scale: Any) -> Adding | None:
-    """How the kernel of a call adds parts; None: they were added before, or never were any."""
+    """How the kernel of a call adds parts, or takes their sums; None: it is no such kernel."""
     if not steps_on_parts(config, call.buckets[0]):
         return None
     cuts = [Cut(x.shard_shape, x.cut_dim, config.transport.groups) for x in call.buckets]

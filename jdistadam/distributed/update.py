@@ -32,9 +32,9 @@ class ShardUpdate(NamedTuple):
       shards: New parameters of each bucket, for this device's shard of the state; None where they
         were written into the whole array, and the state has them in float32.
       gathered: New parameters of each bucket in the form that devices hold between steps.
-      tiles: Of each bucket whose parts the update added, the tiles of the norm of the sum.
       squares: The buckets of each kernel call, and sums of squares of their leaves, or None
         without norms.
+      tiles: Of each bucket whose parts the update added, the tiles of the norm of the sum.
     """
 
     state: DistributedState

@@ -49,7 +49,8 @@ class Stepped(NamedTuple):
       mu: First moments, likewise.
       nu: Second moments, likewise.
       squares: The requested sums of squares, or None.
-      tiles: The tiles of the norm of each gradient that the kernel added; else empty.
+      tiles: The tiles of the norm of each gradient that the kernel added, None for sums; empty
+        from other kernels.
     """
 
     params: Sequence[Any]
@@ -70,7 +71,8 @@ class KernelCall(NamedTuple):
       operands: The arrays.
       rounding: What random bits depend on, if ``spec.rounding`` is given.
       squares: Which sums of squares it takes; None: none.
-      adding: How it adds gradients that are ``Parts``; None: they are arrays.
+      adding: How the kernel that can add ``Parts`` does so; it then runs for sums, too. None: one of
+        the others runs.
     """
 
     kept: Codec
