@@ -40,9 +40,9 @@ from jdistadam.errors import (
     TreeError,
 )
 
-CONVERT = (
-    "Convert it: params, adam, extra = to_optax_state(state, old_tx), then "
-    "from_optax_state(params, adam, tx, extra)."
+CONVERSION = (
+    "params, adam, extra = to_optax_state(state, old_tx), then "
+    "from_optax_state(params, adam, tx, extra)"
 )
 
 
@@ -289,7 +289,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
                 break
     raise MeshError(
         "opt_state.mu: sharded over another mesh, or in another order: "
-        f"got {texts[0]}, expected {texts[1]}. " + CONVERT
+        f"got {texts[0]}, expected {texts[1]}. Convert it: {CONVERSION}."
     )
 
 
@@ -428,5 +428,6 @@ def check_options(config: DistributedConfig, state: Any) -> None:
         if (got is not None) != is_on:
             raise TreeError(
                 f"opt_state.{name}: does not fit {option}: got {type(got).__name__}, expected "
-                f"{kind if is_on else None}. {CONVERT} Or begin anew with init(params)."
+                f"{kind if is_on else None}. Convert it: {CONVERSION}. Or begin anew with "
+                "init(params)."
             )
