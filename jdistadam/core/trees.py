@@ -247,8 +247,8 @@ def check_dtypes(
     *,
     name: str,
     allowed: Sequence[Any] = STORAGE_DTYPES,
-    action: str = "Cast the leaf, or keep it elsewhere: in model_state of a TrainState, or, without "
-    "jda.distributed, under optax.masked.",
+    action: str = "Cast the leaf, or keep it elsewhere: in model_state of a TrainState, or under "
+    "optax.masked without jda.distributed.",
 ) -> None:
     """Raises DtypeError unless every leaf has one of the allowed dtypes."""
     allowed = [jnp.dtype(dtype) for dtype in allowed]

@@ -71,8 +71,8 @@ class KernelCall(NamedTuple):
       operands: The arrays.
       rounding: What random bits depend on, if ``spec.rounding`` is given.
       squares: Which sums of squares it takes; None: none.
-      adding: How the kernel that can add ``Parts`` does so; it then runs for sums, too. None: one of
-        the others runs.
+      adding: How the kernel that can add ``Parts`` does so; it then runs for sums, too. None:
+        another kernel runs.
     """
 
     kept: Codec
