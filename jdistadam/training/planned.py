@@ -236,7 +236,7 @@ def _buffers(
         yield "gradients as sent", whole * sent
     itemsize = jnp.dtype(bucket.dtype).itemsize
     # Gathered before the loss; what blocks and loops gather, they gather again.
-    is_whole_in_loss = bucket.is_sharded_param and not entry.gather_again
+    is_whole_in_loss = bucket.is_sharded_param and entry.gather and not entry.gather_again
     if not is_late:
         yield from _reduced(config, entry, whole)
     if parts_of_gradients.is_written_whole(config, bucket):
