@@ -163,7 +163,10 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= leaf.size) return;
   const size_t left = leaf.size - i;
   const Types t(step);
-  if (left >= n && IsAligned(t, leaf)) {
+  // A skipped step in place reads nothing: most calls of MultiSteps are such.
+  const bool is_skipped = *step.found_inf;
+  if (is_skipped && (Types::kMode == Mode::kStep || Types::kMode == Mode::kStepSplit)) return;
+  if (left >= n && !is_skipped && IsAligned(t, leaf)) {
     StepVector(t, step, leaf, i);
   } else {
     for (int k = 0; k < n && k < left; ++k) StepOne<Types::kMayBeCautious>(step, leaf, i + k);

@@ -5,8 +5,9 @@
 
 Float32 parameters, a model in bfloat16, unrolled and scanned, 1 and 8 sequences; plain, clipped,
 with norms, with wrappers around the optimizer, and with fewer bytes: bfloat16 parameters, main
-parameters of several kinds, 8-bit moments ("bytes", beside optax with float32). The rows of a
-workload are timed in turn, one state in memory at a time; a ratio is to the "optax" of the same
+parameters of several kinds, 8-bit moments ("bytes", beside optax with float32). "inside" casts the
+layers' parameters in the scan, whose gradients are then a stack of float32. The rows of a workload
+are timed in turn, one state in memory at a time; a ratio is to the "optax" of the same
 group in the same round. "step, widened" is the step with an optimization barrier around float32
 gradients, which the kernel then reads.
 
@@ -24,7 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench_wrappers import Row, of_optax, of_step, with_norms_of_kernel, with_norms_of_optax
+from bench_wrappers import (
+    CALLS,
+    Row,
+    of_optax,
+    of_step,
+    with_norms_of_kernel,
+    with_norms_of_optax,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import command_line, power, report
@@ -43,7 +51,7 @@ def widened(tx, grads, state, params):
     return of_step(tx, jax.lax.optimization_barrier(grads), state, params)
 
 
-def rows(has_wrappers):
+def rows(has_wrappers, is_scanned):
     """Name: (transformation, how to call it, dtype of the parameters that are differentiated)."""
     ours, theirs = (tx(CHECKED_LEARNING_RATE, **HYPER) for tx in (jda.fused_adamw, optax.adamw))
     clip, wide = optax.clip_by_global_norm(MAX_NORM), jnp.float32
@@ -56,6 +64,8 @@ def rows(has_wrappers):
         "norms/optax": (theirs, with_norms_of_optax, wide),
         "norms/step_with_norms": (ours, with_norms_of_kernel, wide),
     }
+    if is_scanned:
+        found |= {"inside/optax": (theirs, of_optax, wide), "inside/step": (ours, of_step, wide)}
     ways = {
         "float32 main": dict(main_params_dtype=jnp.float32),
         "remainders": dict(main_params_dtype="remainder16"),
@@ -79,14 +89,32 @@ def dtype_of(name):
     return jnp.bfloat16 if is_narrow else jnp.float32
 
 
-def measure(size, workload, sharding, rounds, calls, has_wrappers):
+def casts_inside(size, workload, attention):
+    """The loss of a model that casts a layer's parameters in the scan."""
+    loss = model.make_loss(size, workload, attention, gather=bfloat16)
+
+    def of_wide_layers(params, tokens):
+        rest = {name: x for name, x in params.items() if name != "layers"}
+        return loss(bfloat16(rest) | {"layers": params["layers"]}, tokens)
+
+    return of_wide_layers
+
+
+def measure(size, workload, sharding, groups, rounds, calls, has_wrappers):
     """Records of all rows of a workload."""
     on_gpu = jax.devices()[0].platform == "gpu"
     shapes = model.shapes(size, workload.is_scanned)
-    loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")
+    attention = "cudnn" if on_gpu else "xla"
+    plain_loss = model.make_loss(size, workload, attention)
     tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(workload.sequences, -1))
     made = []
-    for name, row in rows(has_wrappers).items():
+    for name, row in rows(has_wrappers, workload.is_scanned).items():
+        group = name.split("/")[0]
+        if groups and group not in groups:
+            continue
+        loss = lambda p, tokens: plain_loss(bfloat16(p), tokens)  # noqa: E731
+        if group == "inside":
+            loss = casts_inside(size, workload, attention)
         stored = jax.tree.map(
             lambda x, name=name: jax.ShapeDtypeStruct(x.shape, dtype_of(name)), shapes
         )
@@ -122,8 +150,9 @@ def main():
     parser = command_line.make_parser(__doc__)
     parser.add_argument("--size", choices=model.SIZES, help="default: gpt-1.3b on a GPU, else tiny")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of which the first wraps")
+    parser.add_argument("--groups", default="", help="such as plain,MultiSteps; default: all")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--calls", type=int, default=5, help="timed calls of a row and round")
+    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls of a row and round")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_one_gpu.json"))
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
@@ -140,6 +169,7 @@ def main():
                 model.SIZES[size_name],
                 workload,
                 sharding,
+                args.groups.split(",") if args.groups else [],
                 args.rounds,
                 args.calls,
                 name == names[0],

@@ -94,7 +94,7 @@ class Row:
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, tokens):
             cast = jax.tree.map(lambda x: x.astype(dtype), params)
-            value, grads = jax.value_and_grad(lambda p: loss(bfloat16(p), tokens))(cast)
+            value, grads = jax.value_and_grad(loss)(cast, tokens)
             params, state, norms = call(self.tx, grads, state, params)
             return params, state, value, norms
 
@@ -142,7 +142,8 @@ def main():
     size, workload = model.SIZES[size_name], model.Workload(True, 8, checkpoint="blocks")
     sharding = NamedSharding(Mesh(np.asarray([device]), ("data",)), P())
     shapes = model.shapes(size, True)
-    loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")
+    plain_loss = model.make_loss(size, workload, "cudnn" if on_gpu else "xla")
+    loss = lambda p, tokens: plain_loss(bfloat16(p), tokens)  # noqa: E731
     tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(8, -1))
     made = [Row(name, row, loss, shapes, tokens).compile() for name, row in rows().items()]
     start = check.sample(model.draw(shapes, sharding))

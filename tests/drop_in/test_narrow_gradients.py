@@ -312,3 +312,61 @@ def test_calls_by_dtype_have_the_bits_of_one(kind):
 
     one, several = run(False, wide), run(True, tuple(narrow))
     assert_trees_same_bits(jax.tree.leaves(one), several)
+
+
+def block(x, p):
+    return x + jnp.tanh(x @ p["up"] * p["scale"][None]) @ p["down"]
+
+
+def tower(p, x, *, is_scanned):
+    if is_scanned:
+        x, _ = lax.scan(lambda x, layer: (block(x, layer), None), x, p)
+    else:
+        for i in range(len(p["scale"])):
+            x = block(x, {k: p[k][i] for k in p})
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_scanned", [True, False])
+@pytest.mark.parametrize("how", ["step", "norms", "coded", "clip"])
+def test_training_has_the_bits_of_wide_gradients(how, is_scanned):
+    """Twelve steps: a barrier around float32 gradients keeps their casts from the kernel."""
+    decayed = dict(b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1)
+    tx = jda.fused_adamw(1e-3, **decayed, **(CODED | {"seed": 3} if how == "coded" else {}))
+    tx = jda.chain(optax.clip_by_global_norm(0.5), tx) if how == "clip" else tx
+    step = tx.step_with_norms if how == "norms" else tx.step
+    if is_scanned:
+        loss = functools.partial(tower, is_scanned=True)
+    else:  # one array for each layer, as a model without a scan has
+
+        def loss(p, x):
+            return tower({k: [layer[k] for layer in p] for k in p[0]}, x, is_scanned=False)
+
+    rng, layers = np.random.default_rng(5), 3
+    scale = {"up": D**-0.5, "scale": 1.0, "down": D**-0.5}
+    dims = {"up": (D, D), "scale": (D,), "down": (D, D)}
+    made = {k: rng.normal(size=(layers, *dims[k])).astype(np.float32) * scale[k] for k in dims}
+    params = made if is_scanned else [{k: made[k][i] for k in made} for i in range(layers)]
+    batches = jnp.asarray(rng.normal(size=(12, 64, D)), jnp.bfloat16)
+
+    def run(is_narrow):
+        def train(params, state, x):
+            half = lambda p: jax.tree.map(lambda y: y.astype(jnp.bfloat16), p)  # noqa: E731
+            grads = jax.grad(lambda p: loss(half(p), x))(params)
+            grads = grads if is_narrow else lax.optimization_barrier(grads)
+            return step(grads, state, params)
+
+        gpu = jax.devices("gpu")[0]
+        args = jax.device_put((params, tx.init(params), batches[0]), gpu)
+        # Products take the same kernel in both programs.
+        options = {"xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
+        program = jax.jit(train).lower(*args).compile(compiler_options=options)
+        given, results = [x for call in operands(program.as_text()) for x in call], args[:2]
+        for x in batches:
+            *results, norms = (*program(*results, jax.device_put(x, gpu)), ())[:3]
+        return any(x.startswith("bf16") for x in given), (results, norms)
+
+    (is_read, one), (is_read_wide, other) = run(True), run(False)
+    assert is_read and not is_read_wide
+    assert_trees_same_bits(one, other)
