@@ -85,5 +85,5 @@ PLANTED = (wrong_divisor, dropped_micro_batch, mask_without_effect, rounded_main
 def test_a_planted_fault_is_found(monkeypatch, plant):
     config = dataclasses.replace(draw(50), adam="adamw", mask="tree")  # 2 micro-batches, saved
     plant(monkeypatch)
-    with pytest.raises(AssertionError, match=r"elements differ in bits"):
+    with pytest.raises(AssertionError, match=r"^seed 50, "):  # in a loss, a norm or any bits
         run(config)
