@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.checkpoint import parts
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.guards import Guard
-from jdistadam.core.storage import main_codec_of
+from jdistadam.core.storage import MOMENTS, main_codec_of
 from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
@@ -43,20 +43,20 @@ class Param:
 class TreeAdam:
     """Moments and main parameters in the state of one program; each parameter is a unit."""
 
-    sections: tuple[str, ...] = (*parts.MOMENTS, "main_params")
+    sections: tuple[str, ...] = (*MOMENTS, "main_params")
 
     def __init__(self, leaves: Sequence[parts.Leaf], place: Callable[[Any], Sharding]) -> None:
         """Takes the leaves of a template, and a function that returns an array's sharding."""
         self._place = place
         self._likes = {leaf.name: leaf.value for leaf in leaves if leaf.section}
         self._new: dict[str, Any] = {}
-        of_params = (x for x in leaves if x.section in ("params", *parts.MOMENTS))
+        of_params = (x for x in leaves if x.section in ("params", *MOMENTS))
         names = dict.fromkeys(x.name.replace(x.section, "params", 1) for x in of_params)
         self.units: list[tuple[Any, list[Param]]] = [(name, [self._param(name)]) for name in names]
 
     def _param(self, name: str) -> Param:
         like, moments = self._likes.get(name), {}
-        for section in parts.MOMENTS:
+        for section in MOMENTS:
             if (x := self._like(section, name)) is not None:
                 dtype, array = (jnp.float32, x.codes) if is_codes(x) else (x.dtype, x)
                 place = self._place(array)

@@ -24,7 +24,7 @@ from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.guards import GUARDS, DynamicLossScale
-from jdistadam.core.storage import main_codec_of
+from jdistadam.core.storage import MOMENTS, main_codec_of
 from jdistadam.distributed.flat_arrays import is_flat_codes
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.state import is_distributed_state
@@ -78,12 +78,12 @@ def _groups(leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int) -> 
     params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
     units = [] if flat is None else flat.units
     sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
-    for name, x, keys, section, is_count in leaves:
+    for name, x, keys, section, is_count, _ in leaves:
         if flat is not None and x is flat.state:
             yield from _of_flat(flat)
         elif section == "main_params":
             yield from _of_main(name, x, params)
-        elif section in parts.MOMENTS:
+        elif section in MOMENTS:
             both = parts.leaves(name, x)  # codes and scales
             yield from (_whole(y.name, y.value) for y in both if y.value.size)
         else:

@@ -19,19 +19,22 @@ restored from the other.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import is_codes
+from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.state import DistributedState
+from jdistadam.drop_in.low_precision import RoundingState
 from jdistadam.drop_in.state import MainParamsState
 from jdistadam.errors import TreeError
 
-MOMENTS = ("mu", "nu")
 _ADAM = (DistributedState, optax.ScaleByAdamState)
 
 
@@ -43,6 +46,7 @@ class Leaf(NamedTuple):
     keys: tuple[str, ...] | None = None  # the path to it, if it consists of dictionary keys alone
     section: str = ""  # "params", "main_params", "mu", "nu"; "" for all others
     is_count: bool = False  # a step counter besides Adam's: a schedule's, or Flax's
+    is_seed: bool = False  # of random bits, in the state of fused_adamw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +104,13 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
     if field == "params":
         yield from _section(field, tree)
         return
-    is_part = lambda x: isinstance(x, (*_ADAM, MainParamsState)) or _is_schedule(x)  # noqa: E731
-    for leaf in leaves(field, tree, is_part):
+    kinds = (*_ADAM, RoundingState, MainParamsState)
+    for leaf in leaves(field, tree, lambda x: isinstance(x, kinds) or _is_schedule(x)):
         part = leaf.value
-        if isinstance(part, MainParamsState):
+        if isinstance(part, RoundingState):
+            yield Leaf(f"{leaf.name}.key", part.key, is_seed=True)
+            yield from leaves_of(f"{leaf.name}.inner", part.inner)
+        elif isinstance(part, MainParamsState):
             yield from _section("main_params", part.main_params)
             yield from leaves_of(leaf.name, part.inner)
         elif isinstance(part, optax.ScaleByAdamState):
@@ -116,6 +123,12 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
             yield Leaf(leaf.name, part.count, is_count=True)
         else:
             yield leaf._replace(is_count=leaf.name == "step")
+
+
+def is_seed(entry: Entry) -> bool:
+    """Whether an array in a file is the seed of random bits, of either kind of optimizer."""
+    is_words = entry.key is None and (entry.shape, entry.dtype) == ((2,), np.uint32)
+    return is_words and re.fullmatch(r"key|opt_state.*\.key", entry.name) is not None
 
 
 def _section(section: str, tree: Any) -> Iterator[Leaf]:

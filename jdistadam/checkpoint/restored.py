@@ -20,6 +20,7 @@ from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import BLOCK, Codec
+from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
@@ -30,7 +31,7 @@ Predicate = Callable[[str], bool]
 
 def _is_scalar(name: str) -> bool:
     """Whether an array is what a distributed state has beside Adam's, and others lack."""
-    return name == "key" or name.startswith(("grad_norm", "scaling.", "guard."))
+    return name.startswith(("grad_norm", "scaling.", "guard."))
 
 
 @dataclasses.dataclass
@@ -62,7 +63,7 @@ class Request:
             like = jax.eval_shape(lambda: jnp.asarray(like))
         shapes = {name: like.shape}
         codes, scales = f"{name}.codes", f"{name}.scales"
-        if name.startswith(parts.MOMENTS) and {codes, scales} <= self.reader.entries.keys():
+        if name.startswith(MOMENTS) and {codes, scales} <= self.reader.entries.keys():
             shapes = {codes: like.shape, scales: (-(-math.prod(like.shape) // BLOCK),)}
         main = name.replace("params", "main_params", 1)
         if has_main := is_exact and main in self.reader.entries:
@@ -81,7 +82,7 @@ class Request:
             name
             for name, entry in self.reader.entries.items()
             if name not in known
-            and not (entry.is_count or _is_scalar(name))
+            and not (entry.is_count or parts.is_seed(entry) or _is_scalar(name))
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -104,6 +105,12 @@ class Request:
                 self.values[name] = _cast(x, getattr(like, "dtype", found.dtype))
 
         self.reads.append(Read([(found, memory.device_sharding(place))], use))
+
+    def seed(self, name: str) -> Entry | None:
+        """Returns the file's seed of random bits, which each kind of optimizer names its way."""
+        entries = self.reader.entries
+        seeds = [x for x in entries.values() if parts.is_seed(x) and x.name not in self.used]
+        return entries.get(name) or (seeds[0] if len(seeds) == 1 else None)
 
     def place(self, like: Any) -> Sharding:
         """Returns the sharding of an array: the template's, else replicated over the mesh."""
@@ -163,6 +170,8 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     for leaf in (x for x in every if not x.section and x.value is not flat):
         if leaf.is_count and leaf.name not in request.reader.entries:
             request.take(leaf.name, leaf.value, request.reader.entries["count"])
+        elif leaf.is_seed and (seed := request.seed(leaf.name)):
+            request.take(leaf.name, leaf.value, seed)
         elif request.find(leaf.name, leaf.value):
             request.take(leaf.name, leaf.value)
         else:
@@ -172,6 +181,8 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     for name in request.reader.entries if flat is not None else ():
         if _is_scalar(name) and name not in request.used:
             request.take(name, None)
+    if flat is not None and (seed := request.seed("key")):
+        request.take("key", None, seed)
     request.finish()
     request.reader.read(request.reads)
     values = request.values | adam.finished(request.values)

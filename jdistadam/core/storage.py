@@ -95,6 +95,9 @@ MOMENT_NAMES = tuple(f'"{known.name}"' for known in BLOCK_CODECS)
 
 NAMES = " or ".join(MOMENT_NAMES)
 
+MOMENTS = ("mu", "nu")
+"""Adam's moments: the names of their fields, of sections of a checkpoint, and of dtypes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:

@@ -240,6 +240,23 @@ def check_step(config: DistributedConfig, layout: Layout, state: Any) -> None:
     _check_flat_arrays(config, layout, state)
 
 
+def check_state(
+    config: DistributedConfig,
+    state: Any,
+    layout: str,
+    path: str = "opt_state.layout_digest",
+    *,
+    digest: bytes | None = None,
+) -> bytes:
+    """Raises unless a DistributedState has values, the optimizer's fields and its layout.
+
+    The last three arguments and what is returned are those of ``check_layout_of``.
+    """
+    check_alive(state)
+    check_options(config, state)  # what this optimizer does not know would be lost
+    return check_layout_of(state, layout, path, digest=digest)
+
+
 def check_alive(state: Any, train_state: Any = None) -> None:
     """Raises MeshError for a donated DistributedState, TreeError for shapes.
 

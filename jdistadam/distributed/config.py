@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import collectives, guards, memory, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.precision import MixedPrecisionPolicy
-from jdistadam.core.storage import check_main_dtype
+from jdistadam.core.storage import MOMENTS, check_main_dtype
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
 from jdistadam.distributed.block_positions import check_cuts, whole_size
@@ -225,7 +225,7 @@ class DistributedConfig:
 
     def _is_rounded(self, leaf: Leaf) -> bool:
         """Whether floats of a leaf are rounded stochastically, or would be if it were not coded."""
-        floats = [self.algorithm.storage.float_dtype(x) for x in ("mu", "nu")]
+        floats = [self.algorithm.storage.float_dtype(x) for x in MOMENTS]
         if not self._keeps_main(leaf.dtype, is_held=False):
             floats.append(leaf.dtype)
         return self.algorithm.storage.is_stochastic and any(x.itemsize == 2 for x in floats)
@@ -235,7 +235,7 @@ class DistributedConfig:
         storage, algorithm = self.algorithm.storage, self.algorithm
         sizes = {x.path.removeprefix("params"): whole_size(x, self.cutting_sizes) for x in leaves}
         storage.check_paths(sizes)
-        stored = [algorithm.storage.float_dtype(x) for x in ("mu", "nu")] if leaves else []
+        stored = [algorithm.storage.float_dtype(x) for x in MOMENTS] if leaves else []
         if not self.policy.main_params.is_stored:
             stored += [leaf.dtype for leaf in leaves]
         storage.check_rounded(stored)

@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jdistadam import compat
 from jdistadam.core import memory
 from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, Codec, codec_of
+from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, aligned
 
-STEPPED = ("main_params", "mu", "nu")
+STEPPED = ("main_params", *MOMENTS)
 FLAT_ARRAYS = (*STEPPED, "ema")
 """The fields of a state that are flat arrays, first those that a kernel steps; others are small."""
 
@@ -50,8 +51,7 @@ def fields_of(config: DistributedConfig) -> dict[str, Field]:
     """Returns the flat arrays of an optimizer's state by name, in the order of ``FLAT_ARRAYS``."""
     storage, main = config.algorithm.storage, config.policy.main_params
     moments = [
-        Field(name, storage.codec_of(name), storage.float_dtype(name), "zeros")
-        for name in ("mu", "nu")
+        Field(name, storage.codec_of(name), storage.float_dtype(name), "zeros") for name in MOMENTS
     ]
     mains = [Field("main_params", main, main.dtype, "params")] if main.is_stored else []
     average = Field("ema", FLOAT32, jnp.dtype(jnp.float32), "params")

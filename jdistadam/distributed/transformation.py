@@ -14,10 +14,9 @@ from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed import host_memory, model_axes, shard
 from jdistadam.distributed.accumulate import AccumulatedGrads
 from jdistadam.distributed.checks import (
-    check_alive,
     check_equal_params,
     check_held,
-    check_layout_of,
+    check_state,
 )
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.layout import Layout
@@ -351,9 +350,8 @@ class DistributedTransformation(FusedTransformation):
           TreeError: ``opt_state`` is not the state of a distributed optimizer.
           MeshError: Arrays of the state were donated to a step.
         """
-        state = find_state(opt_state)
-        check_alive(state)
-        check_layout_of(state, self.config.layout_text(self.layout(params)))
+        state, layout = find_state(opt_state), self.layout(params)
+        check_state(self.config, state, self.config.layout_text(layout))
 
     def init_grads(self, params: Params) -> AccumulatedGrads:
         """Returns the accumulated gradients of no micro-batches, for ``accumulate``; in shard_map.

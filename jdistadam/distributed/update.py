@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.codecs import FLOAT32, NOTHING
+from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.communication import gathered_params
@@ -131,7 +132,7 @@ def _spec(
         "step",
         groups=tuple(bucket.group for bucket in buckets),
         flags=config.algorithm.hyper.flags,
-        flat=frozenset(("mu", "nu")),
+        flat=frozenset(MOMENTS),
         sizes=tuple(bucket.shard_size for bucket in buckets),
         offsets=taken.starts("main_params" if buckets[0].has_main else "mu"),
         mu_offsets=taken.starts("mu"),

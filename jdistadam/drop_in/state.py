@@ -14,7 +14,7 @@ from jdistadam.core import collectives, trees
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.codecs import FLOAT32, REMAINDER16, Codec, is_codes
 from jdistadam.core.hyperparameters import schedule_now
-from jdistadam.core.storage import Storage, check_main_dtype, has_main_param, main_codec_of
+from jdistadam.core.storage import MOMENTS, Storage, check_main_dtype, has_main_param, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in import low_precision
 from jdistadam.drop_in.low_precision import check_coded
@@ -232,7 +232,7 @@ def check_trees(
     storage: Storage,
 ) -> None:
     """Raises unless gradients and moments match the params in structure, shape and dtype."""
-    mu_name, nu_name = (f"{state_name}[0].{part}" for part in ("mu", "nu"))
+    mu_name, nu_name = (f"{state_name}[0].{part}" for part in MOMENTS)
     if params is not None:
         trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *INTEGERS))
     like = grads if params is None else params

@@ -17,6 +17,7 @@ import numpy as np
 from jdistadam.core import collectives
 from jdistadam.core.codecs import BlockCodes, is_codes
 from jdistadam.core.hyperparameters import FLAGS
+from jdistadam.core.storage import MOMENTS
 from jdistadam.kernels import native
 from jdistadam.kernels.operands import Operands, Results, Rounding, Scalars, Spec, codes_of
 from jdistadam.kernels.reference import KINDS, SquaresRequest, num_runs
@@ -98,7 +99,7 @@ def _compiled(
     outputs = iter(call(*first, *itertools.chain(*by_kind.values()), **attributes))
     squares = [next(outputs) for _ in sums]
     new = {kind: tuple(next(outputs) for _ in types) for kind, types in result_types.items()}
-    mu, nu = (_coded(new[kind], new[f"{kind}_scales"]) for kind in ("mu", "nu"))
+    mu, nu = (_coded(new[kind], new[f"{kind}_scales"]) for kind in MOMENTS)
     return Results(new["params"], mu, nu, new["out"], squares[0] if squares else None)
 
 

@@ -20,7 +20,8 @@ Question                                                            train  eval 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
 there is missing in 8, and the others name it. After 8, arrays in other places are copied, and
 programs run that need all processes. A program that a traced state is part of compares the
-digest while it runs. ``reload_main_params`` asks 1, 4 and 7 itself: its params need not follow.
+digest while it runs. ``reload_main_params`` asks 1, 4, 6 and 7 alone: its params
+need not follow.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from jdistadam.distributed import host_memory
 from jdistadam.distributed.checks import (
     check_alive,
     check_layout_of,
-    check_options,
     check_placement,
+    check_state,
 )
 from jdistadam.distributed.global_arrays import apart, brought, type_of
 from jdistadam.distributed.layout import Layout
@@ -191,11 +192,9 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
     """
     check_distributed(tx)
     check_train_state(state)
-    sharded = find_state(state.opt_state)
-    check_alive(sharded)
-    check_options(tx.config, sharded)  # what this optimizer does not know would be lost
-    text = tx.config.layout_text(tx.layout(state.params))
-    return check_layout_of(sharded, text, digest=Memory.of(state).digest)
+    sharded, layout = find_state(state.opt_state), tx.layout(state.params)
+    text, digest = tx.config.layout_text(layout), Memory.of(state).digest
+    return check_state(tx.config, sharded, text, digest=digest)
 
 
 def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> tuple[Any, Any]:

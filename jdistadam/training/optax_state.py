@@ -217,7 +217,7 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     return jax.jit(functools.partial(round_to_comm_dtype, schedule), out_shardings=placed)(params)
 
 
-_MOMENTS = ("mu", "nu")
+_MOMENTS = optax.ScaleByAdamState._fields[1:]
 _DTYPES = (*trees.STORAGE_DTYPES, np.float64)  # those that can be rounded to policy.mu_dtype
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jdistadam.core.codecs import FLOAT32
+from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_arrays import FLAT_ARRAYS
 from jdistadam.distributed.layout import Layout
 
-_MOMENTS = ("mu", "nu")
 _GRADS = ("packed gradients", "gradients as sent", "received contributions", "mailboxes")
 _RECEIVED = ("received contributions",)
 _SUMS = ("accumulated gradients",)
@@ -34,7 +34,7 @@ def settings_for(part: str, config: DistributedConfig, layout: Layout) -> tuple[
     rows = (
         (FLAT_ARRAYS, several and not shards, 'sharding_strategy="optim"'),
         (("main_params",), is_wide, 'main_params_dtype="remainder16"'),
-        (_MOMENTS, are_wide, 'mu_dtype="block16", nu_dtype="block16"'),
+        (MOMENTS, are_wide, 'mu_dtype="block16", nu_dtype="block16"'),
         (FLAT_ARRAYS, part not in config.on_host, 'state_memory="pinned_host"'),
         (("params",), several and not parallel.shards_params, _SHARDED),
         (_GRADS, is_narrowed, "grad_comm_dtype=jnp.bfloat16"),

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jdistadam.core import trees
 from jdistadam.core.precision import float_dtype
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed.checks import check_alive, check_layout_of
+from jdistadam.distributed.checks import check_state
 from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.state import find_state, is_distributed_state
 from jdistadam.distributed.state_view import StateView
@@ -257,11 +257,10 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     """
     check_distributed(tx)
     check_train_state(state)
-    check_alive(find_state(state.opt_state))
     config = tx.config
     trees.check_dtypes(state.params, name="params")
     view = StateView(config, state.params)
-    check_layout_of(find_state(state.opt_state), config.layout_text(view.layout), "params")
+    check_state(config, find_state(state.opt_state), config.layout_text(view.layout), "params")
     params = copy_to(state.params, tx.param_shardings(state.params))
     opt_state = view.with_begun("main_params", state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))

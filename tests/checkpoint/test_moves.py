@@ -203,3 +203,26 @@ def test_an_empty_leaf_is_placed_as_the_others(main):
     assert jax.tree.all(
         jax.tree.map(lambda x, y: x.sharding == y.sharding, state.params, shapes.params)
     )
+
+
+def test_the_seed_of_random_bits_moves_between_optimizers(tmp_path):
+    """In both directions, into optimizers with other seeds, which then take the saved one's."""
+
+    def adam(seed):
+        coded = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=seed)
+        return jda.fused_adamw(1e-2, weight_decay=0.1, **coded)
+
+    params = {"w": jnp.linspace(0.1, 1, 16384, dtype=BF16), "b": jnp.ones(24, BF16)}
+    grads = jax.tree.map(lambda p: jnp.sin(3 * p), params)
+    options = dict(mesh=mesh_of(4), policy=jda.MixedPrecisionPolicy(main_params_dtype=None))
+    one, several, other = adam(7), jda.distributed(adam(1), **options), adam(2)
+    step = jax.jit(one.step)
+    params, state = step(grads, one.init(params), params)
+    jda.save(tmp_path / "one", {"params": params, "opt_state": state}, one)
+    moved = jda.restore(tmp_path / "one", jda.TrainState.shapes(params, several), several)
+    assert moved.opt_state.key.tolist() == state.key.tolist() == [7, 0]
+    jda.save(tmp_path / "several", moved, several)
+    template = {"params": params, "opt_state": other.init(params)}
+    back = jda.restore(tmp_path / "several", template, other)
+    got = jax.jit(other.step)(grads, back["opt_state"], back["params"])
+    assert_trees_same_bits(got, step(grads, state, params))
