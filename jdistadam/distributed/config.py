@@ -151,8 +151,6 @@ class DistributedConfig:
             if leaf.dtype == jnp.float16:
                 check_main_dtype(self.policy.main_params, leaf.path, leaf.dtype)
         _check_param_comm_dtype(self.policy, leaves)
-        if self.transport.is_peer:
-            _check_copied(leaves)
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
@@ -275,17 +273,6 @@ def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
 
 def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
     return policy.param_comm_dtype is not None and policy.param_comm_dtype != dtype
-
-
-def _check_copied(leaves: Sequence[Leaf]) -> None:
-    """Raises PolicyError if a function as ``param_specs`` cuts a leaf over an axis of data."""
-    for leaf in leaves:
-        if leaf.split > 1:
-            raise PolicyError(
-                f"{leaf.path}: param_specs cut it over an axis that carries data: got {leaf.split} "
-                "parts, by a function that is called after peer memory was chosen, expected "
-                'communication="xla", as for experts. Pass it to distributed.'
-            )
 
 
 def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:

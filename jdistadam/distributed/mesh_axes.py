@@ -385,16 +385,18 @@ def _others(parallel: DataParallel) -> list[tuple[str, str]]:
 
 
 def why_split(parallel: DataParallel, param_specs: Any) -> str:
-    """Says whether ``param_specs`` cut parameters over axes of data; "": not as far as is known.
-
-    What a function returns is unknown before there are params.
-    """
-    if param_specs is None or callable(param_specs):
+    """Says whether ``param_specs`` may cut parameters over axes of data; "": they do not."""
+    if param_specs is None:
         return ""
+    if callable(param_specs):
+        return f"param_specs by a function; {_COPIES_THE_REST}"
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, _SPECS))
     axes = [axis for x in specs if isinstance(x, _SPECS) for axis in axes_of(_spec_of(x))]
     splits = parallel.splitting(axes)
-    return f"param_specs over axis {splits[0]!r}" if splits else ""
+    return f"param_specs over axis {splits[0]!r}; {_COPIES_THE_REST}" if splits else ""
+
+
+_COPIES_THE_REST = 'communication="peer" copies what all devices need'
 
 
 def _instead_of(parallel: DataParallel, axis: str) -> str:

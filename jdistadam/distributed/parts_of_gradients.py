@@ -25,6 +25,7 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
     """
     return (
         config.transport.keeps_parts
+        and bucket.split == 1  # otherwise no device has another part
         and not (config.parallel.replica_axes or config.on_host)
         and bucket.has_main
         and config.policy.main_params == FLOAT32

@@ -8,7 +8,7 @@ pairwise in float32, with the same bits as ``grad_reduce_dtype=float32`` over XL
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
     devices                       of one host, along one shard axis; no model axes
-    param_specs                   over no shard axis
+    param_specs                   over no shard axis; with "peer" over any, as for experts
     sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory
@@ -16,6 +16,8 @@ pairwise in float32, with the same bits as ``grad_reduce_dtype=float32`` over XL
 Within such a step XLA communicates along replica axes. All such steps must be started from one
 thread. Devices wait for each other in every step, so two threads whose programs reach two GPUs in
 different orders would wait until the timeout.
+
+Of parameters that ``param_specs`` cut over the shard axis nothing is sent: each device has its own.
 
 All other steps use XLA. "auto" uses peer memory only on GPUs and only if all rows of this table
 hold; "peer" raises if a row does not hold. Processes of one host connect first
@@ -127,7 +129,8 @@ def choose_transport(
     reasons = [*_obstacles(parallel, policy)]
     if updates_early:
         reasons.insert(0, "updates during the backward pass")
-    reasons += [why] if (why := why_split(parallel, param_specs)) else []
+    if requested == "auto" and (why := why_split(parallel, param_specs)):
+        reasons.append(why)
     if not reasons:
         reasons += _obstacles_of_devices(parallel, is_asked_for=requested == "peer")
     if not reasons and len({_process_of(x) for x in parallel.mesh.devices.flat}) > 1:

@@ -231,7 +231,7 @@ def tx_on(*shape, names=("data", "expert"), **kwargs):
     devices = jax.devices("cpu")[:num_devices]
     mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
     given = dict(shard_axis=names, param_specs=SPECS if "expert" in names else None) | kwargs
-    return distributed_adamw(mesh=mesh, **HYPER, **given)
+    return distributed_adamw(**(dict(mesh=mesh) | HYPER | given))
 
 
 def random_state(tx):
@@ -390,14 +390,69 @@ def test_experts_beside_what_does_not_work_raise(given, message):
         jda.plan(PARAMS, tx_on(2, 4, **given))
 
 
-def test_experts_over_peer_memory_raise():
+def trained_over(means, mesh, strategy, micro, **kwargs):
+    """What four steps with experts on every device make, and the norms."""
+    policy = jda.MixedPrecisionPolicy(grad_comm_dtype=kwargs.pop("comm", None), grad_reduce_dtype=jnp.float32)  # fmt: skip
+    tx = distributed_adamw(mesh=mesh, **HYPER, shard_axis="expert", param_specs=SPECS, policy=policy, communication=means, sharding_strategy=strategy, **kwargs)  # fmt: skip
+    assert tx.config.transport.name == means
+    state, rng, norms = random_state(tx)[0], np.random.default_rng(3), []
+    step = jda.train_step(small_loss, tx, accumulate_steps=micro)
+    for _ in range(4):
+        x = rng.normal(size=(micro * 8 * mesh.size, 128)).astype(np.float32)
+        state, metrics = jax.block_until_ready(step(state, x))
+        norms.append(metrics["grad_norm"])
+    return state, norms, tx
+
+
+@few(1)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("micro", [2, 1])
+@pytest.mark.parametrize(
+    "kwargs",
+    [dict(max_grad_norm=0.5, comm=jnp.bfloat16), {}, dict(norms="leaves", ema_decay=0.9)],
+    ids=["clip", "plain", "norms"],
+)
+def test_dense_parameters_are_copied_beside_experts(strategy, micro, kwargs):
+    mesh = jax.make_mesh((4,), ("expert",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    one, two = (trained_over(x, mesh, strategy, micro, **kwargs)[:2] for x in ("xla", "peer"))
+    assert_trees_same_bits(one, two)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_dense_parameters_are_copied_beside_experts_on_gpus(strategy, clip):
+    gpus = jax.devices("gpu")[:2]  # by which eight experts divide
+    mesh = jax.make_mesh((2,), ("expert",), (AxisType.Auto,), devices=gpus)
+    one, two = (trained_over(x, mesh, strategy, 2, max_grad_norm=clip)[:2] for x in ("xla", "peer"))
+    assert_trees_same_bits(one, two)
+
+
+@few(1)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_nothing_of_an_expert_is_copied(request, strategy, is_gpu):
+    """Each device has all of its experts, and the gradients from all devices."""
+    kwargs = dict(policy=jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32))
+    if is_gpu:
+        kwargs["mesh"] = request.getfixturevalue("h200s")(8, names=("expert",))
+    kwargs |= dict(communication="peer", names=("expert",))
+    tx = tx_on(8, **kwargs, sharding_strategy=strategy)
+    dense = ("params['b']",), ("params['w']",)
+    sent = jda.plan(PARAMS, tx).collectives
+    assert {(c.leaves, c.transport) for c in sent} == {(x, "peer") for x in dense}
+    step, state = jda.train_step(small_loss, tx), jda.TrainState.shapes(PARAMS, tx)
+    found = jda.audit(step, state, jax.ShapeDtypeStruct((64, 128), jnp.float32))
+    assert found.passed, str(found)
+    of_model = {(row.op, row.devices) for row in found.rows if row.of_model}
+    assert of_model == {("all-to-all", 8)}
+
+
+@pytest.mark.parametrize("specs", [SPECS, lambda _: SPECS])
+def test_peer_memory_beside_experts_is_used_if_it_is_asked_for(specs):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
-    given = dict(policy=policy, communication="peer", names=("expert",))
-    with pytest.raises(jda.PolicyError, match=r"got .*over axis 'expert'"):
-        tx_on(8, **given)
-    tx = tx_on(8, **given, param_specs=lambda _: SPECS)  # which is called when there are params
-    with pytest.raises(jda.PolicyError, match=r"params\['.*'\]: param_specs cut it .* a function"):
-        jda.plan(PARAMS, tx)
+    tx = tx_on(8, policy=policy, names=("expert",), param_specs=specs)
+    assert tx.config.transport.why_not_peer.startswith("param_specs")
 
 
 def test_a_weight_after_the_sum_over_tokens_raises():
