@@ -735,12 +735,16 @@ ERRORS = [
     ("an audit with a batch that does not divide", lambda: jda.audit(jda.train_step(loss_fn, tx()), state(), BATCH[:3]), jda.ShapeError, r"^batch: leading dimension is not divisible by the number of devices"),
 ]
 
-# Calls that do not fit a signature: Python's words name the function and the argument.
+# Calls that do not fit a signature: Python's words name the function and the argument, and a note
+# says what to write for some names of other libraries.
 CALLS = [
     ("a setting by another name", lambda: fused(weightdecay=0.1), r"fused_adamw\(\) got an unexpected keyword argument 'weightdecay'"),
-    ("torch's name of the learning rate", lambda: jda.fused_adamw(lr=1e-3), r"fused_adamw\(\) got an unexpected keyword argument 'lr'"),
-    ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"fused_adamw\(\) got an unexpected keyword argument 'betas'"),
-    ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'"),
+    ("torch's name of the learning rate", lambda: jda.fused_adamw(lr=1e-3), r"(?s)fused_adamw\(\) got an unexpected keyword argument 'lr'.*\nWrite learning_rate in place of lr\.$"),
+    ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"(?s)fused_adamw\(\) got an unexpected keyword argument 'betas'.*\nWrite b1 and b2 in place of betas\.$"),
+    ("torch's amsgrad and maximize", lambda: jda.fused_adam(1e-3, amsgrad=True, maximize=True), r"(?s)argument 'amsgrad'.*Leave out maximize, and negate the loss\."),
+    ("torch's name of a largest norm", lambda: jda.distributed(fused(), mesh=mesh(), max_norm=1.0), r"(?s)distributed\(\) got an unexpected keyword argument 'max_norm'.*\nWrite max_grad_norm in"),
+    ("another name of accumulation", lambda: jda.MultiSteps(fused(), accumulation_steps=2), r"(?s)got an unexpected keyword argument 'accumulation_steps'.*\nWrite every_k_schedule in"),
+    ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'\nWrite l2 as in torch's Adam, or use fused_adamw\.$"),
     ("a dtype of the optimizer in the policy", lambda: jda.MixedPrecisionPolicy(mu_dtype=BF16), r"unexpected keyword argument 'mu_dtype'"),
     ("an optimizer without a mesh", lambda: jda.distributed(jda.fused_adamw(1e-3)), r"distributed\(\) missing 1 required keyword-only argument: 'mesh'"),
     ("an unknown dtype of a policy", lambda: policy(params_dtype=jnp.float32), r"__init__\(\) got an unexpected keyword argument 'params_dtype'"),
