@@ -211,6 +211,8 @@ BATCH_SPEC = r"^batch_spec: not a PartitionSpec over the axes of the mesh, each 
 NOT_A_RATE = r"^learning_rate: out of range: got {}, expected {}\. Change learning_rate\.$"
 NOT_A_DTYPE = r"^{}: not a dtype that can be used: got {}, expected float32, bfloat16, float16.*\. Pass one of these"
 NOT_A_BOOL = r"^{0}: not a bool: got {1}, expected True or False\. Change {0}\.$"
+A_TRAIN_STATE = r"^{}: a whole train state: got TrainState, expected a tree of arrays\. Pass the part that is meant, such as state\.params\.$"
+NOT_A_FOLDER = r"^folder: not a path: got {}, expected a string or a path\. Pass the folder first: save\(folder, state, tx\)"
 NOT_A_STATE = r"^opt_state: not a state of this optimizer: got {}, expected the state that init\(params\) returned\. Pass opt_state as"
 NEEDS_A_LOSS = r"^chain, transformation 0: it needs more than gradients, state and params: got .*missing 1 required keyword-only argument: 'value', expected no such argument before a distributed optimizer\. For a learning rate that follows the loss, set hyperparams"
 CHAIN_STATE = r"^opt_state: not a state of this chain: got {}, expected 2 parts\. Pass opt_state as"
@@ -725,7 +727,13 @@ ERRORS = [
     ("plan(tx, params)", lambda: jda.plan(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
     ("a plan for optax.adamw", lambda: jda.plan(PARAMS, optax.adamw(1e-3)), jda.PolicyError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
     ("a plan of numbers", lambda: jda.plan({"w": 1}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int, expected float32"),
-    ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.DtypeError, r"^params\.opt_state\.count: dtype cannot be used: got int32"),
+    ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("a state made of a train state", lambda: jda.TrainState.create(state(), tx()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("init of a train state", lambda: tx().init(state()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("fused_adamw's init of a train state", lambda: fused().init(state()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("restore(template, folder, tx)", lambda: jda.restore(state(), tempfile.mkdtemp(), tx()), jda.CheckpointError, NOT_A_FOLDER.format("TrainState")),
+    ("save(state, folder, tx)", lambda: jda.save(state(), tempfile.mkdtemp(), tx()), jda.CheckpointError, NOT_A_FOLDER.format("TrainState")),
+    ("Checkpointer(tx, folder)", lambda: jda.Checkpointer(tx(), tempfile.mkdtemp()), jda.CheckpointError, NOT_A_FOLDER.format("DistributedTransformation")),
     ("a plan of no micro-batches", lambda: jda.plan(PARAMS, tx(), accumulate_steps=0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 0"),
     ("a plan of micro-batches in float", lambda: jda.plan(PARAMS, tx(), accumulate_steps=2.5), jda.HyperparameterError, r"^accumulate_steps: out of range: got 2\.5"),
     ("an audit of a loss", lambda: jda.audit(loss_fn, state(), BATCH), jda.TreeError, r"^step: not a training step of this package: got function, expected what train_step returned\. Call audit\(train_step"),

@@ -163,6 +163,7 @@ def check_numbers(tree: Any, *, name: str) -> None:
 
     Arrays of random keys raise, though optax makes a state for them.
     """
+    _refuse_state(tree, name)
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         is_array = hasattr(x, "dtype") and not is_key(x)
         if not is_array and not isinstance(x, bool | int | float | complex):
@@ -171,6 +172,15 @@ def check_numbers(tree: Any, *, name: str) -> None:
                 f"{path}: {what}: got {x.dtype if is_key(x) else repr(x)}, expected a jax or numpy "
                 "array, or a number. Leave it out of the tree, or put None in its place."
             )
+
+
+def _refuse_state(tree: Any, name: str) -> None:
+    """Raises TreeError for a train state, of this package or of Flax, in place of a part of it."""
+    if hasattr(tree, "params") and hasattr(tree, "opt_state"):
+        raise TreeError(
+            f"{name}: a whole train state: got {type(tree).__name__}, expected a tree of arrays. "
+            "Pass the part that is meant, such as state.params."
+        )
 
 
 def refuse_shapes(
@@ -251,6 +261,7 @@ def check_dtypes(
     "optax.masked without jda.distributed.",
 ) -> None:
     """Raises DtypeError unless every leaf has one of the allowed dtypes."""
+    _refuse_state(tree, name)
     allowed = [jnp.dtype(dtype) for dtype in allowed]
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         dtype = getattr(x, "dtype", None)

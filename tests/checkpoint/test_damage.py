@@ -279,6 +279,10 @@ def test_templates_that_differ_from_the_file_raise(saved):
     assert jda.restore(folder, of(float32, tx), tx).params["a"].dtype == jnp.float32  # exact
     with pytest.raises(jda.TreeError, match=r"params\['b'\]: in the file, and not in the template"):
         jda.restore_params(folder, {"a": shapes.params["a"]})
+    with pytest.raises(jda.TreeError, match=r"^like: a whole train state: got TrainState"):
+        jda.restore_params(folder, shapes)
+    with pytest.raises(jda.DtypeError, match=r"^like\.init: not an array: got <function"):
+        jda.restore_params(folder, tx)
     with pytest.raises(jda.DtypeError, match=r"params\['a'\]: a cast"):
         jda.restore_params(folder, shapes.params | {"a": jax.ShapeDtypeStruct((256, 128), jnp.float16)})  # fmt: skip
 
