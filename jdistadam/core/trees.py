@@ -94,6 +94,8 @@ def first_difference(
 ) -> tuple[str, str, str]:
     """Returns the path of the first node that differs between two trees, and both as text.
 
+    The text is the type if that differs, as of a dict and an ``nnx.State``, else the structure.
+
     Args:
       tree: A tree.
       like: A tree of another structure.
@@ -102,7 +104,7 @@ def first_difference(
 
     Example:
       >>> first_difference({"a": (1, [2])}, {"a": (1, (2,))})
-      ("['a'][1]", 'PyTreeDef([*])', 'PyTreeDef((*,))')
+      ("['a'][1]", 'list', 'tuple')
     """
 
     def at(path: str, x: Any, y: Any) -> tuple[str, Any, Any] | None:
@@ -114,8 +116,10 @@ def first_difference(
         found = (at(path + key, child, other) for (key, child), (_, other) in parts)
         return next((difference for difference in found if difference is not None), None)
 
-    path, *nodes = at("", tree, like) or ("", tree, like)
-    return path, *_short(*(str(jax.tree.structure(node)) for node in nodes))
+    path, x, y = at("", tree, like) or ("", tree, like)
+    if _kind(x) != _kind(y):
+        return path, _kind(x), _kind(y)
+    return path, *_short(str(jax.tree.structure(x)), str(jax.tree.structure(y)))
 
 
 _LEAF: Any = jax.tree.structure(0)
@@ -125,6 +129,14 @@ _SHORT = 120  # characters
 def _node(x: Any) -> Any:
     """The structure of a tree's root and its children."""
     return jax.tree.structure(x, is_leaf=lambda child: child is not x)
+
+
+def _kind(x: Any) -> str:
+    """The type of a node, as a user imports it; "a leaf" for a leaf."""
+    name, module = type(x).__qualname__, type(x).__module__
+    if jax.tree.structure(x) == _LEAF:
+        return "a leaf"
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def _parts(x: Any) -> list[tuple[str, Any]]:
