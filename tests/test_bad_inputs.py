@@ -211,6 +211,8 @@ BATCH_SPEC = r"^batch_spec: not a PartitionSpec over the axes of the mesh, each 
 NOT_A_RATE = r"^learning_rate: out of range: got {}, expected {}\. Change learning_rate\.$"
 NOT_A_DTYPE = r"^{}: not a dtype that can be used: got {}, expected float32, bfloat16, float16.*\. Pass one of these"
 NOT_A_BOOL = r"^{0}: not a bool: got {1}, expected True or False\. Change {0}\.$"
+A_TRAIN_STATE = r"^{}: a whole train state: got TrainState, expected a tree of arrays\. Pass the part that is meant, such as state\.params\.$"
+NOT_A_FOLDER = r"^folder: not a path: got {}, expected a string or a path\. Pass the folder first: save\(folder, state, tx\)"
 NOT_A_STATE = r"^opt_state: not a state of this optimizer: got {}, expected the state that init\(params\) returned\. Pass opt_state as"
 NEEDS_A_LOSS = r"^chain, transformation 0: it needs more than gradients, state and params: got .*missing 1 required keyword-only argument: 'value', expected no such argument before a distributed optimizer\. For a learning rate that follows the loss, set hyperparams"
 CHAIN_STATE = r"^opt_state: not a state of this chain: got {}, expected 2 parts\. Pass opt_state as"
@@ -228,8 +230,8 @@ ERRORS = [
     ("a gradient is missing", lambda: fused_step(grads={"w": GRADS["w"]}), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 1 leaves, expected the 2 leaves of params\. Pass grads with"),
     ("a gradient too many", lambda: fused_step(grads=GRADS | {"z": np.ones(1)}), jda.TreeError, r"^grads\['z'\]: unexpected, params does not have it: got 3 leaves, expected the 2 leaves of params\. Pass grads with"),
     ("a gradient under another key", lambda: fused_step(grads={"w": GRADS["w"], "bias": GRADS["b"]}), jda.TreeError, r"^grads\['b'\]: missing, params has it: got 2 leaves, among them \['bias'\], expected the 2 leaves"),
-    ("gradients in another container", lambda: fused_step(grads=(GRADS["b"],), params=[PARAMS["b"]]), jda.TreeError, r"^grads: tree structure differs from params: got PyTreeDef\(\(\*,\)\), expected PyTreeDef\(\[\*\]\)\. Build grads with the same containers"),
-    ("a container that differs further down", lambda: fused_step(grads={"a": [(GRADS["b"],)]}, params={"a": [[PARAMS["b"]]]}), jda.TreeError, r"^grads\['a'\]\[0\]: tree structure differs from params: got PyTreeDef\(\(\*,\)\), expected PyTreeDef\(\[\*\]\)\. Build grads"),
+    ("gradients in another container", lambda: fused_step(grads=(GRADS["b"],), params=[PARAMS["b"]]), jda.TreeError, r"^grads: tree structure differs from params: got tuple, expected list\. Build grads with the same containers"),
+    ("a container that differs further down", lambda: fused_step(grads={"a": [(GRADS["b"],)]}, params={"a": [[PARAMS["b"]]]}), jda.TreeError, r"^grads\['a'\]\[0\]: tree structure differs from params: got tuple, expected list\. Build grads"),
     ("labels without groups", lambda: fused(param_labels={"w": "a"}), jda.HyperparameterError, r"^groups: labels and groups belong together: got param_labels=\{'w': 'a'\}, groups=None, expected both"),
     ("groups of fused_adam without labels", lambda: jda.fused_adam(1e-2, groups={"a": {}}), jda.HyperparameterError, r"^groups: labels and groups belong together"),
     ("labels of other groups", lambda: fused(param_labels={"w": "b", "b": "b"}, groups={"a": {}}).init(PARAMS), jda.TreeError, r"^params\[.*\]: its label belongs to no group: got 'b', expected 'a'"),
@@ -298,7 +300,7 @@ ERRORS = [
     ("nesterov as a word", lambda: fused(nesterov="no"), jda.HyperparameterError, NOT_A_BOOL.format("nesterov", "'no'")),
     ("bias_correction of None", lambda: fused(bias_correction=None), jda.HyperparameterError, NOT_A_BOOL.format("bias_correction", "None")),
     # -- fused_adamw: masks and dtypes
-    ("a mask of another tree", lambda: fused(mask={"q": True}).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\), expected PyTreeDef\(\{'b': \*, 'w': \*\}\)\. Give each leaf of params, or each subtree, True or False\.$"),
+    ("a mask of another tree", lambda: fused(mask={"q": True}).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\), expected PyTreeDef\(\{'b': \*, 'w': \*\}\)\. Give each leaf of params, or each subtree, True or False, in the same containers\.$"),
     ("a mask of another tree, in a step", lambda: fused_step(fused(mask={"q": True}), state=fused().init(PARAMS)), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(\{'q': \*\}\)"),
     ("a mask that takes a path", lambda: fused(mask=lambda path: "bias" not in path).init(PARAMS), jda.TreeError, r"^mask: a function that returns one value: it is called with the tree, not with a path: got True, expected a tree of bools, for 2 leaves\. Write lambda params: jax\.tree\.map_with_path"),
     ("a mask of floats", lambda: fused(mask={"w": 1.0, "b": 0.0}).init(PARAMS), jda.DtypeError, r"^mask\['b'\]: not a bool: got 0\.0, expected True or False\. Fix mask\.$"),
@@ -306,7 +308,7 @@ ERRORS = [
     ("a mask of jda.masked in a mapping that is no tree", lambda: jda.masked(fused(), types.MappingProxyType({"w": True, "b": False})).step(PARAMS, optax.MaskedState(fused().init(PARAMS)), PARAMS), jda.DtypeError, r"^mask: a mapping that jax does not take as a tree: got mappingproxy"),
     ("a mask that is a name", lambda: fused(mask="bias").init(PARAMS), jda.DtypeError, r"^mask: not a bool: got 'bias', expected True or False"),
     ("a mask that is no tree", lambda: fused(mask=object()).init(PARAMS), jda.DtypeError, r"^mask: not a bool: got <object object"),
-    ("a mask function that returns nothing", lambda: fused(mask=lambda params: None).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got PyTreeDef\(None\)"),
+    ("a mask function that returns nothing", lambda: fused(mask=lambda params: None).init(PARAMS), jda.TreeError, r"^mask: structure differs from params: got NoneType, expected dict"),
     ("mu_dtype of whole numbers", lambda: fused(mu_dtype=jnp.int8), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", r"<class 'jax\.numpy\.int8'>")),
     ("mu_dtype by an unknown name", lambda: fused(mu_dtype="bf16"), jda.PolicyError, NOT_A_DTYPE.format("mu_dtype", "'bf16'")),
     ("nu_dtype by an unknown name", lambda: fused(nu_dtype="garbage"), jda.PolicyError, NOT_A_DTYPE.format("nu_dtype", "'garbage'")),
@@ -523,8 +525,8 @@ ERRORS = [
     ("from_optax_state to optax's optimizer", lambda: jda.from_optax_state(PARAMS, optax_state(), optax.adamw(1e-2)), jda.PolicyError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
     ("from_optax_state of a train state", lambda: from_optax(optax_state(), params=state()), jda.TreeError, A_STATE.format("main_params", "TrainState", "from_optax_state")),
     ("from_optax_state of sgd", lambda: from_optax(optax.sgd(1e-2).init(PARAMS)), jda.TreeError, r"^opt_state: not the state of optax's optimizer with these hyperparameters: got PyTreeDef\(.*EmptyState.*\), expected PyTreeDef\(.*ScaleByAdamState.*\. Use the same schedules and mask"),
-    ("from_optax_state of a distributed state", lambda: from_optax(state().opt_state), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got PyTreeDef\(.*DistributedState"),
-    ("from_optax_state of nothing", lambda: from_optax(None), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got PyTreeDef\(None\)"),
+    ("from_optax_state of a distributed state", lambda: from_optax(state().opt_state), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got jdistadam\.distributed\.state\.DistributedState, expected tuple"),
+    ("from_optax_state of nothing", lambda: from_optax(None), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got NoneType, expected tuple"),
     ("from_optax_state of other params", lambda: from_optax(optax.adamw(1e-2).init({"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)})), jda.ShapeError, r"^opt_state\[0\]\.mu\['b'\]: shape differs from params: got \(2,\), expected \(3,\)"),
     ("from_optax_state of strings", lambda: from_optax(jax.tree.map(lambda x: "x", optax_state())), jda.DtypeError, r"^opt_state\[0\]\.count: not an array of numbers: got 'x', expected a jax or numpy array"),
     ("from_optax_state of shapes", lambda: from_optax(jax.eval_shape(lambda: optax_state())), jda.TreeError, r"^opt_state\[0\]\.count: a shape, not an array: got ShapeDtypeStruct"),
@@ -535,7 +537,7 @@ ERRORS = [
     ("from_optax_state into no dtype", lambda: from_optax(optax_state(), param_dtypes="x"), jda.PolicyError, NOT_A_DTYPE.format("param_dtypes", "'x'")),
     ("from_optax_state(*to_optax_state(state, tx), tx)", lambda: jda.from_optax_state(*jda.to_optax_state(state(), tx()), tx()), jda.PolicyError, NOT_DISTRIBUTED.format("ExtraState")),
     ("from_optax_state of an extra state", lambda: from_optax(optax_state(), params=extra_state()), jda.TreeError, A_STATE.format("main_params", "ExtraState", "from_optax_state")),
-    ("an extra state as opt_state", lambda: from_optax(extra_state()), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got PyTreeDef\(.*ExtraState"),
+    ("an extra state as opt_state", lambda: from_optax(extra_state()), jda.TreeError, r"^opt_state: not the state of optax's optimizer .*: got jdistadam\.training\.extra_state\.ExtraState, expected tuple"),
     ("an extra state without types", lambda: from_optax(optax_state(), extra_state=extra_state()._asdict()), jda.TreeError, r"^extra_state: not an ExtraState: got dict, expected the third value .*restore a checkpoint into what"),
     ("a train state as extra state", lambda: from_optax(optax_state(), extra_state=state()), jda.TreeError, r"^extra_state: not an ExtraState: got TrainState"),
     ("an extra state of shapes", lambda: with_extra(model_state={"a": jax.ShapeDtypeStruct((2,), np.int32)}), jda.TreeError, r"^extra_state\.model_state\['a'\]: a shape, not an array"),
@@ -725,7 +727,13 @@ ERRORS = [
     ("plan(tx, params)", lambda: jda.plan(tx(), PARAMS), jda.PolicyError, NOT_DISTRIBUTED.format("dict")),
     ("a plan for optax.adamw", lambda: jda.plan(PARAMS, optax.adamw(1e-3)), jda.PolicyError, NOT_DISTRIBUTED.format("GradientTransformationExtraArgs")),
     ("a plan of numbers", lambda: jda.plan({"w": 1}, tx()), jda.DtypeError, r"^params\['w'\]: dtype cannot be used: got int, expected float32"),
-    ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.DtypeError, r"^params\.opt_state\.count: dtype cannot be used: got int32"),
+    ("a plan of a train state", lambda: jda.plan(state(), tx()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("a state made of a train state", lambda: jda.TrainState.create(state(), tx()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("init of a train state", lambda: tx().init(state()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("fused_adamw's init of a train state", lambda: fused().init(state()), jda.TreeError, A_TRAIN_STATE.format("params")),
+    ("restore(template, folder, tx)", lambda: jda.restore(state(), tempfile.mkdtemp(), tx()), jda.CheckpointError, NOT_A_FOLDER.format("TrainState")),
+    ("save(state, folder, tx)", lambda: jda.save(state(), tempfile.mkdtemp(), tx()), jda.CheckpointError, NOT_A_FOLDER.format("TrainState")),
+    ("Checkpointer(tx, folder)", lambda: jda.Checkpointer(tx(), tempfile.mkdtemp()), jda.CheckpointError, NOT_A_FOLDER.format("DistributedTransformation")),
     ("a plan of no micro-batches", lambda: jda.plan(PARAMS, tx(), accumulate_steps=0), jda.HyperparameterError, r"^accumulate_steps: out of range: got 0"),
     ("a plan of micro-batches in float", lambda: jda.plan(PARAMS, tx(), accumulate_steps=2.5), jda.HyperparameterError, r"^accumulate_steps: out of range: got 2\.5"),
     ("an audit of a loss", lambda: jda.audit(loss_fn, state(), BATCH), jda.TreeError, r"^step: not a training step of this package: got function, expected what train_step returned\. Call audit\(train_step"),
@@ -735,12 +743,16 @@ ERRORS = [
     ("an audit with a batch that does not divide", lambda: jda.audit(jda.train_step(loss_fn, tx()), state(), BATCH[:3]), jda.ShapeError, r"^batch: leading dimension is not divisible by the number of devices"),
 ]
 
-# Calls that do not fit a signature: Python's words name the function and the argument.
+# Calls that do not fit a signature: Python's words name the function and the argument, and a note
+# says what to write for some names of other libraries.
 CALLS = [
     ("a setting by another name", lambda: fused(weightdecay=0.1), r"fused_adamw\(\) got an unexpected keyword argument 'weightdecay'"),
-    ("torch's name of the learning rate", lambda: jda.fused_adamw(lr=1e-3), r"fused_adamw\(\) got an unexpected keyword argument 'lr'"),
-    ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"fused_adamw\(\) got an unexpected keyword argument 'betas'"),
-    ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'"),
+    ("torch's name of the learning rate", lambda: jda.fused_adamw(lr=1e-3), r"(?s)fused_adamw\(\) got an unexpected keyword argument 'lr'.*\nWrite learning_rate in place of lr\.$"),
+    ("torch's betas", lambda: fused(betas=(0.9, 0.99)), r"(?s)fused_adamw\(\) got an unexpected keyword argument 'betas'.*\nWrite b1 and b2 in place of betas\.$"),
+    ("torch's amsgrad and maximize", lambda: jda.fused_adam(1e-3, amsgrad=True, maximize=True), r"(?s)argument 'amsgrad'.*Leave out maximize, and negate the loss\."),
+    ("torch's name of a largest norm", lambda: jda.distributed(fused(), mesh=mesh(), max_norm=1.0), r"(?s)distributed\(\) got an unexpected keyword argument 'max_norm'.*\nWrite max_grad_norm in"),
+    ("another name of accumulation", lambda: jda.MultiSteps(fused(), accumulation_steps=2), r"(?s)got an unexpected keyword argument 'accumulation_steps'.*\nWrite every_k_schedule in"),
+    ("weight decay of Adam", lambda: jda.fused_adam(1e-3, weight_decay=0.1), r"fused_adam\(\) got an unexpected keyword argument 'weight_decay'\nWrite l2 as in torch's Adam, or use fused_adamw\.$"),
     ("a dtype of the optimizer in the policy", lambda: jda.MixedPrecisionPolicy(mu_dtype=BF16), r"unexpected keyword argument 'mu_dtype'"),
     ("an optimizer without a mesh", lambda: jda.distributed(jda.fused_adamw(1e-3)), r"distributed\(\) missing 1 required keyword-only argument: 'mesh'"),
     ("an unknown dtype of a policy", lambda: policy(params_dtype=jnp.float32), r"__init__\(\) got an unexpected keyword argument 'params_dtype'"),

@@ -337,7 +337,12 @@ def check_step(step: Any, name: str = "step") -> None:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns an absolute path; raises CheckpointError unless it is on a file system."""
+    """Returns an absolute path; raises CheckpointError unless it is one of a file system."""
+    if not isinstance(folder, str | os.PathLike):
+        raise CheckpointError(
+            f"folder: not a path: got {type(folder).__name__}, expected a string or a path. "
+            "Pass the folder first: save(folder, state, tx) and restore(folder, template, tx)."
+        )
     text = os.fspath(folder)
     if "://" in text:
         raise CheckpointError(

@@ -131,12 +131,13 @@ def restore_params(
     """
     trees.check_memory(like=like)
     reader = _reader(folder, step)
+    trees.check_numbers(like, name="like")
     if like is None:
         like = _likes(reader, "params")
     request = Request(reader, cast=cast)
     leaves = {leaf.name: leaf.value for leaf in parts.leaves("params", like)}
     for name, x in leaves.items():
-        for entry in request.find(name, x, is_exact=x.dtype == jnp.float32):
+        for entry in request.find(name, x, is_exact=jnp.result_type(x) == jnp.float32):
             request.take(name, x, entry)
     request.finish(ignored=reader.entries.keys() - reader.names_in("params"))
     reader.read(request.reads)

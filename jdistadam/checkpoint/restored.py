@@ -19,6 +19,7 @@ from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives, memory
+from jdistadam.core.arguments import shown
 from jdistadam.core.codecs import BLOCK, Codec
 from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.global_arrays import copy_to
@@ -38,7 +39,8 @@ def _is_scalar(name: str) -> bool:
 class Request:
     """Compares a template with a checkpoint, and records what to read, in order.
 
-    Raises TreeError, ShapeError or DtypeError for arrays that are missing or differ.
+    Raises DtypeError for an array of another dtype; ``finish`` raises for those that the file lacks
+    or has in another shape, so that one error names all of them.
     """
 
     reader: Reader
@@ -47,6 +49,7 @@ class Request:
     new: Predicate | None = None
     unused: Predicate | None = None
     used: set[str] = dataclasses.field(default_factory=set)
+    lacking: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)  # by path
     reads: list[Read] = dataclasses.field(default_factory=list)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was read, by name
 
@@ -76,7 +79,8 @@ class Request:
         return entries
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Raises TreeError if the file has arrays that are neither used, ignored nor extra."""
+        """Raises if arrays are lacking, or the file has some neither used, ignored nor extra."""
+        self._check_none_lacking()
         known = self.used | {*ignored} | {*self.reader.extra}
         if rest := [
             name
@@ -121,27 +125,55 @@ class Request:
             return NamedSharding(self.mesh, P())
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
+    def stays(self, name: str, x: Any) -> Any:
+        """Returns an array of the template that stays; raises TreeError if it is only a shape."""
+        if not isinstance(x, jax.ShapeDtypeStruct) or self.lacking:
+            return x
+        raise TreeError(
+            f"{name}: stays as the template has it, which has but its shape: got {x}, "
+            "expected an array. Pass a state with values: TrainState.create(params, tx)."
+        )
+
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
-        """The file's entry of a name; raises if its shape differs and must not."""
+        """The file's entry of a name; None if it lacks it or has another shape."""
         self.used.add(name)
         entry = self.reader.entries.get(name)
         if entry is not None and entry.like.shape == tuple(shape):
             return entry
-        if self.new is not None and self.new(parts.path_of(name)):
-            return None
+        path = parts.path_of(name)
+        if self.new is None or not self.new(path):
+            self.lacking.setdefault(path, (name, tuple(shape)))
+        return None
+
+    def _check_none_lacking(self) -> None:
+        """Raises TreeError or ShapeError for the first array that is lacking; names others too."""
+        if not self.lacking:
+            return
+        first, *others = self.lacking
+        name, shape = self.lacking[first]
+        entry = self.reader.entries.get(name)
         error = TreeError if entry is None else ShapeError
         what = "missing in the file" if entry is None else "has another shape in the file"
         got = f"{len(self.reader.entries)} others" if entry is None else entry.like.shape
-        begins = f"new=lambda path: path.startswith({parts.path_of(name)!r})"
+        also, more = "", f" and {len(others) - 3} more" if len(others) > 3 else ""
+        if others:
+            also = f"Also missing or of another shape: {', '.join(others[:3])}{more}. "
+        common = first  # the keys that all begin with, unless what the file has does too
+        while not all(path.startswith(common) for path in others):
+            common = common.rpartition("[")[0]
+        found = {parts.path_of(x) for x in self.used} - self.lacking.keys()
+        is_theirs = common and not any(path.startswith(common) for path in found)
+        begins = repr(common) if is_theirs else shown((first, *others))
         raise error(
-            f"{self.reader.path}: {name}: {what}: got {got}, expected shape {tuple(shape)}. "
-            f"Restore into the state that was saved, or name what begins anew with {begins}."
+            f"{self.reader.path}: {name}: {what}: got {got}, expected shape {shape}. {also}"
+            "Restore into the state that was saved, or name what begins anew with "
+            f"new=lambda path: path.startswith({begins})."
         )
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
         """Raises DtypeError if a cast to the template's dtype would lose bits."""
         saved = entry.like.dtype
-        if saved == dtype:
+        if saved == dtype or self.lacking:
             return
         if any(jnp.issubdtype(x, jax.dtypes.prng_key) for x in (saved, dtype)):
             raise DtypeError(
@@ -175,7 +207,7 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
         elif request.find(leaf.name, leaf.value):
             request.take(leaf.name, leaf.value)
         else:
-            request.values[leaf.name] = _of_template(leaf.name, leaf.value)
+            request.values[leaf.name] = request.stays(leaf.name, leaf.value)
     for unit, params in adam.units:  # after the count, which they need
         _ask_unit(request, adam, unit, params)
     for name in request.reader.entries if flat is not None else ():
@@ -219,8 +251,8 @@ def _asked(request: Request, param: Param) -> dict[str, list[Wanted]]:
         kept = jnp.float32 if param.kind.is_stored else None  # whatever the dtype of the parameter
         exact = request.find(name, like, is_exact=param.exact_at is not None, dtype=kept)
         if not exact:
-            _of_template(name, like)
-            _of_template(name, param.main)
+            request.stays(name, like)
+            request.stays(name, param.main)
     asked: dict[str, list[Wanted]] = {"exact": [(x, param.exact_at or param.place) for x in exact]}
     for section, moment in param.moments.items():
         of_moment, place = name.replace("params", section, 1), moment.sharding
@@ -259,16 +291,6 @@ def _made(param: Param, found: dict[str, list[jax.Array]], count: int) -> dict[s
     elif param.like is not None:
         made["params"] = _rounded(param, exact, param.sent if count > 0 else None)
     return made
-
-
-def _of_template(name: str, x: Any) -> Any:
-    """Returns an array of the template that stays; raises TreeError if it is only a shape."""
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    raise TreeError(
-        f"{name}: stays as the template has it, which has but its shape: got {x}, "
-        "expected an array. Pass a state with values: TrainState.create(params, tx)."
-    )
 
 
 def _cast(array: jax.Array, dtype: Any) -> jax.Array:

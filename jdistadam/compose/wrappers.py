@@ -18,7 +18,7 @@ from optax import MultiSteps as optax_MultiSteps  # also if a user replaces them
 from optax import apply_if_finite as optax_apply_if_finite
 
 from jdistadam.core import trees
-from jdistadam.core.arguments import check_count
+from jdistadam.core.arguments import check_count, hinted
 from jdistadam.core.trees import Grads, Params
 from jdistadam.drop_in.effects import How
 from jdistadam.drop_in.transformation import (
@@ -76,6 +76,7 @@ class MultiSteps(FusedTransformation):
 
     inner_opt: Any
 
+    @hinted(accumulation_steps="Write every_k_schedule in place of accumulation_steps.")
     def __new__(
         cls,
         opt: optax.GradientTransformation,

@@ -94,7 +94,7 @@ def for_each_leaf(
         )
         raise TreeError(
             f"{name}{where}: structure differs from params: got {got}, expected {expected_node}. "
-            f"Give each leaf of params, or each subtree, {expected}."
+            f"Give each leaf of params, or each subtree, {expected}, in the same containers."
         ) from None
     for path, value in trees.leaves_with_path(given, is_leaf):
         if hasattr(value, "keys") and hasattr(value, "items"):  # optax takes it as True

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdistadam.errors import HyperparameterError, PolicyError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Names of the dtypes that the kernel reads and writes."""
@@ -116,6 +119,41 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
       'weight_decay'
     """
     return next(iter(difflib.get_close_matches(str(name), list(known), 1, 0.0)), None)
+
+
+def hinted(**hints: str) -> Callable[[F], F]:
+    """Adds a hint to Python's TypeError for a keyword argument that has another name here.
+
+    Args:
+      **hints: What to write, by names that the function does not have.
+
+    Returns:
+      A decorator; signatures stay the same.
+
+    Example:
+      >>> @hinted(lr="Write learning_rate.")
+      ... def optimizer(learning_rate): ...
+      >>> optimizer(lr=1e-3)
+      Traceback (most recent call last):
+        ...
+      TypeError: optimizer() got an unexpected keyword argument 'lr'
+      Write learning_rate.
+    """
+
+    def decorated(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                for name in kwargs:
+                    if name in hints:
+                        error.add_note(hints[name])
+                raise
+
+        return cast(F, call)
+
+    return decorated
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> None:

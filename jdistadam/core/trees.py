@@ -94,6 +94,8 @@ def first_difference(
 ) -> tuple[str, str, str]:
     """Returns the path of the first node that differs between two trees, and both as text.
 
+    The text is the type if that differs, as of a dict and an ``nnx.State``, else the structure.
+
     Args:
       tree: A tree.
       like: A tree of another structure.
@@ -102,7 +104,7 @@ def first_difference(
 
     Example:
       >>> first_difference({"a": (1, [2])}, {"a": (1, (2,))})
-      ("['a'][1]", 'PyTreeDef([*])', 'PyTreeDef((*,))')
+      ("['a'][1]", 'list', 'tuple')
     """
 
     def at(path: str, x: Any, y: Any) -> tuple[str, Any, Any] | None:
@@ -114,8 +116,10 @@ def first_difference(
         found = (at(path + key, child, other) for (key, child), (_, other) in parts)
         return next((difference for difference in found if difference is not None), None)
 
-    path, *nodes = at("", tree, like) or ("", tree, like)
-    return path, *_short(*(str(jax.tree.structure(node)) for node in nodes))
+    path, x, y = at("", tree, like) or ("", tree, like)
+    if _kind(x) != _kind(y):
+        return path, _kind(x), _kind(y)
+    return path, *_short(str(jax.tree.structure(x)), str(jax.tree.structure(y)))
 
 
 _LEAF: Any = jax.tree.structure(0)
@@ -125,6 +129,14 @@ _SHORT = 120  # characters
 def _node(x: Any) -> Any:
     """The structure of a tree's root and its children."""
     return jax.tree.structure(x, is_leaf=lambda child: child is not x)
+
+
+def _kind(x: Any) -> str:
+    """The type of a node, as a user imports it; "a leaf" for a leaf."""
+    name, module = type(x).__qualname__, type(x).__module__
+    if jax.tree.structure(x) == _LEAF:
+        return "a leaf"
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def _parts(x: Any) -> list[tuple[str, Any]]:
@@ -163,6 +175,7 @@ def check_numbers(tree: Any, *, name: str) -> None:
 
     Arrays of random keys raise, though optax makes a state for them.
     """
+    _refuse_state(tree, name)
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         is_array = hasattr(x, "dtype") and not is_key(x)
         if not is_array and not isinstance(x, bool | int | float | complex):
@@ -171,6 +184,15 @@ def check_numbers(tree: Any, *, name: str) -> None:
                 f"{path}: {what}: got {x.dtype if is_key(x) else repr(x)}, expected a jax or numpy "
                 "array, or a number. Leave it out of the tree, or put None in its place."
             )
+
+
+def _refuse_state(tree: Any, name: str) -> None:
+    """Raises TreeError for a train state, of this package or of Flax, in place of a part of it."""
+    if hasattr(tree, "params") and hasattr(tree, "opt_state"):
+        raise TreeError(
+            f"{name}: a whole train state: got {type(tree).__name__}, expected a tree of arrays. "
+            "Pass the part that is meant, such as state.params."
+        )
 
 
 def refuse_shapes(
@@ -251,6 +273,7 @@ def check_dtypes(
     "optax.masked without jda.distributed.",
 ) -> None:
     """Raises DtypeError unless every leaf has one of the allowed dtypes."""
+    _refuse_state(tree, name)
     allowed = [jnp.dtype(dtype) for dtype in allowed]
     for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
         dtype = getattr(x, "dtype", None)

@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import collectives, trees
+from jdistadam.core import arguments, collectives, trees
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.arguments import FLOATS, check_effects, float_dtype
 from jdistadam.core.guards import (
     GUARDS,
     DynamicLossScale,
@@ -47,6 +46,7 @@ from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import PolicyError
 
 
+@arguments.hinted(max_norm="Write max_grad_norm in place of max_norm.")
 def distributed(
     tx: FusedTransformation,
     *,
@@ -215,7 +215,8 @@ def distributed(
     check_arguments(
         max_grad_norm, bucket_bytes, average_grads, early_updates, reshard_after_backward
     )
-    float_dtype("mu_dtype", algorithm.storage.float_dtype("mu"), FLOATS, MOMENT_NAMES)
+    mu_dtype = algorithm.storage.float_dtype("mu")
+    arguments.float_dtype("mu_dtype", mu_dtype, arguments.FLOATS, MOMENT_NAMES)
     main = algorithm.resolved_main_params(policy.main_params_dtype)
     policy = dataclasses.replace(policy, main_params_dtype=main.argument)
     parallel = make_data_parallel(
@@ -274,7 +275,7 @@ def _check_effects(config: DistributedConfig) -> None:
         pairs = [(name, getattr(config, name)) for name in waits]
         late = [f"{name}={x!r:.60}" for name, x in pairs if x is not None]
         late += [f"mesh axis {axis!r} of a model" for axis in parallel.tensor_axes]
-    check_effects(
+    arguments.check_effects(
         (
             not (parallel.reshard_after_forward or parallel.shards_params),
             "reshard_after_forward: parameters are not sharded under this strategy: "

@@ -12,9 +12,8 @@ import optax
 from optax import adam as optax_adam  # bound here: a user may replace those of optax by ours
 from optax import adamw as optax_adamw
 
-from jdistadam.core import trees
+from jdistadam.core import arguments, trees
 from jdistadam.core.algorithm import Algorithm, make_algorithm, make_groups
-from jdistadam.core.arguments import float_dtype
 from jdistadam.core.hyperparameters import Hyperparameters, ScalarOrSchedule
 from jdistadam.core.storage import MOMENT_NAMES, UNSET, named_codec
 from jdistadam.core.trees import Grads, OptState, Params
@@ -29,7 +28,16 @@ from jdistadam.drop_in.transformation import (
     without_frozen,
 )
 
+_OF_TORCH = {
+    "lr": "Write learning_rate in place of lr.",
+    "betas": "Write b1 and b2 in place of betas.",
+    "amsgrad": "Leave out amsgrad: this optimizer has no such variant.",
+    "maximize": "Leave out maximize, and negate the loss.",
+}
+"""What to write in place of torch's arguments."""
 
+
+@arguments.hinted(**_OF_TORCH)
 def fused_adamw(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,
@@ -190,6 +198,7 @@ def fused_adamw(
     return _fused(algorithm)
 
 
+@arguments.hinted(**_OF_TORCH, weight_decay="Write l2 as in torch's Adam, or use fused_adamw.")
 def fused_adam(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,
@@ -387,4 +396,4 @@ def _mu_dtype(given: Any) -> Any:
     is_array = isinstance(value, jax.Array | np.ndarray)  # their == is no bool
     if value is None or (not is_array and value in OPTAX_DTYPES):
         return value
-    return float_dtype("mu_dtype", value, also=MOMENT_NAMES)
+    return arguments.float_dtype("mu_dtype", value, also=MOMENT_NAMES)

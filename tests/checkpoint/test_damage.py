@@ -279,8 +279,40 @@ def test_templates_that_differ_from_the_file_raise(saved):
     assert jda.restore(folder, of(float32, tx), tx).params["a"].dtype == jnp.float32  # exact
     with pytest.raises(jda.TreeError, match=r"params\['b'\]: in the file, and not in the template"):
         jda.restore_params(folder, {"a": shapes.params["a"]})
+    with pytest.raises(jda.TreeError, match=r"^like: a whole train state: got TrainState"):
+        jda.restore_params(folder, shapes)
+    with pytest.raises(jda.DtypeError, match=r"^like\.init: not an array: got <function"):
+        jda.restore_params(folder, tx)
     with pytest.raises(jda.DtypeError, match=r"params\['a'\]: a cast"):
         jda.restore_params(folder, shapes.params | {"a": jax.ShapeDtypeStruct((256, 128), jnp.float16)})  # fmt: skip
+
+
+def test_one_error_names_all_that_the_file_lacks(saved):
+    folder, tx, _ = saved
+    shapes, leaf = shapes_of(tx), jax.ShapeDtypeStruct((2,), jnp.bfloat16)
+
+    def raised(**changed):
+        with pytest.raises((jda.TreeError, jda.ShapeError)) as caught:
+            jda.restore(folder, jda.TrainState.shapes(shapes.params | changed, tx), tx)
+        return str(caught.value).partition(": params")[2]
+
+    one = raised(c=leaf)
+    assert one.startswith("['c']: missing in the file: got ")
+    assert "Also" not in one and one.endswith("""path.startswith("params['c']").""")
+    head = raised(head={str(i): leaf for i in range(6)})
+    assert head.startswith("['head']['0']: missing in the file: got ")
+    others = ", ".join(f"params['head']['{i}']" for i in (1, 2, 3))
+    assert f"shape (2,). Also missing or of another shape: {others} and 2 more. Restore" in head
+    assert head.endswith("""new=lambda path: path.startswith("params['head']").""")
+    mixed = raised(a=leaf, c=leaf)  # b is in the file: what a and c have in common covers it
+    assert mixed.startswith("['a']: has another shape in the file: got (256, 128), expected")
+    assert "shape: params['c']. Restore" in mixed
+    assert mixed.endswith("""path.startswith(("params['a']", "params['c']")).""")
+    more = jda.TrainState.shapes(shapes.params | {"c": leaf}, tx)
+    with pytest.raises(
+        jda.TreeError, match=r"params\['c'\]: stays .* which has but its shape: got"
+    ):
+        jda.restore(folder, more, tx, new=lambda path: path == "params['c']")
 
 
 def test_saving_inconsistent_states_raises(saved, tmp_path):

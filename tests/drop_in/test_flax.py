@@ -1,5 +1,7 @@
 """The drop-in as Flax calls it: ``nnx.Optimizer``, and parameters in boxes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +238,18 @@ def test_trees_of_nnx_in_a_step_say_which_variable_differs():
     ) as caught:
         jda.fused_adamw(1e-2, mask=[True] * 39).init(params)
     assert len(str(caught.value)) < 500
+
+
+def test_labels_in_other_containers_than_nnx_params_raise_in_words():
+    params = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    plain = nnx.to_pure_dict(params)
+    labels, groups = {"kernel": "a", "bias": "b"}, {"a": {}, "b": {}}
+    make = functools.partial(jda.fused_adamw, 1e-2, groups=groups)
+    for given, of, got in (
+        (labels, params, r"dict, expected flax\.\S*\.State\."),
+        (nnx.State(labels), plain, r"flax\.\S*\.State, expected dict\."),
+    ):
+        with pytest.raises(jda.TreeError, match=f"^param_labels: structure .* got {got} Give each"):
+            make(param_labels=given).init(of)
+    for given, of in ((labels, plain), (nnx.State(labels), params)):
+        make(param_labels=given).init(of)
