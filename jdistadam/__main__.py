@@ -101,6 +101,9 @@ def _plan(args: argparse.Namespace) -> int:
         settings=tuple(command_line.with_flags(args, x) for x in planned.settings),
         communication=planned.communication._replace(why_not_peer=why),
     )
+    if args.json:
+        print(json.dumps(planned.as_dict(), indent=2))
+        return 0
     dtypes = f"{tx.config.policy}\n{tx.config.algorithm}"
     print(f"{_heading(args, args.devices)}\n\n{dtypes}\n\n{planned}")
     return 0
@@ -125,10 +128,15 @@ def _audit(args: argparse.Namespace) -> int:
     loss_fn = _loss_of(tx, command_line.scans(args))
     step = train_step(loss_fn, tx, accumulate_steps=args.accumulate_steps)
     found = audit(step, TrainState.shapes(params, tx), batch)
+    failed = not (found.passed or found.only_widened)
+    if args.json:
+        order = {"order": found.order} if args.order else {}
+        print(json.dumps(found.as_dict() | order, indent=2))
+        return int(failed)
     print(f"{_heading(args, len(devices))}\n\n{found}")
     if args.order:
         print(f"\n{found.order or 'XLA orders the step: nothing is copied over peer memory.'}")
-    return int(not (found.passed or found.only_widened))
+    return int(failed)
 
 
 def _loss_of(tx: Any, scans: list[list[str]]) -> Any:

@@ -17,6 +17,7 @@ import jdistadam
 from jdistadam import __main__
 from jdistadam.kernels import native
 from jdistadam.tools import audit, bench, command_line, diagnostics
+from jdistadam.training import planned
 from support.paths import ROOT
 from support.samples import few
 
@@ -389,6 +390,46 @@ def test_audit_gathers_stacked_layers_one_by_one(monkeypatch, capsys, communicat
     of_layers = 5 * 64 * 128
     assert int(gathers[2]) == int(gathers[3]) == 2 * 2 * of_layers + 128 * 256
     assert "\nas planned; " in out
+
+
+def test_plan_as_json_has_the_printed_numbers_in_bytes(small, capsys):
+    command = (
+        "plan",
+        *small,
+        "--devices",
+        "4",
+        "--accumulate-steps",
+        "2",
+        "--param-dtype",
+        "float32",
+    )
+    peer = ("--communication", "peer", "--grad-reduce-dtype", "float32")
+    assert __main__.main([*command, *peer]) == 0
+    printed = capsys.readouterr().out
+    assert __main__.main([*command, *peer, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = report["held"] | report["buffers"] | {"accumulated gradients": report["sums"]}
+    for name, size in rows.items():
+        assert re.search(rf"^{name} .* {planned.size_text(size)}$", printed, re.M)
+    total = report["held_bytes"] + report["sums"] + report["buffer_bytes"]
+    assert report["step_bytes"] == total == sum(rows.values())
+    assert report["bytes_sent"] == sum(c["bytes_sent"] for c in report["collectives"]) > 0
+    assert {c["transport"] for c in report["collectives"]} == {"peer"}
+    assert report["communication"] == {"name": "peer", "why_not_peer": ""}
+    assert __main__.main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["communication"]["why_not_peer"] == "--grad-reduce-dtype None"
+
+
+def test_audit_as_json_has_rows_and_the_verdict(small, capsys):
+    assert __main__.main(["audit", *small, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["only_widened"], report["num_devices"]) == (False, True, 8)
+    assert "order" not in report
+    rows = {(row["op"], row["dtype"]): row for row in report["rows"]}
+    gathered = rows["all-gather", "float32"]
+    assert gathered["found"] == rows["all-gather", "bfloat16"]["planned"] > 300 * 70
+    assert gathered["found_bytes"] == 4 * gathered["found"] and gathered["note"] == "WIDENED"
 
 
 def test_plan_works_for_a_million_devices(small, capsys):

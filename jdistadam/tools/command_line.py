@@ -114,12 +114,14 @@ def make_parser() -> Parser:
         default="device",
         help="where main parameters and moments are between steps",
     )
+    _add_json(plan)
     audit = command(
         "audit", "compile a step for the present devices, and compare what it sends with the plan"
     )
     _add_optimizer_arguments(audit)
     audit.set_defaults(model_devices=1, state_memory="device")
     audit.add_argument("--order", action="store_true", help="print what the step does, in order")
+    _add_json(audit)
     return parser
 
 
