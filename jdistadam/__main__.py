@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -100,6 +101,9 @@ def _plan(args: argparse.Namespace) -> int:
         settings=tuple(command_line.with_flags(args, x) for x in planned.settings),
         communication=planned.communication._replace(why_not_peer=why),
     )
+    if args.json:
+        print(json.dumps(planned.as_dict(), indent=2))
+        return 0
     dtypes = f"{tx.config.policy}\n{tx.config.algorithm}"
     print(f"{_heading(args, args.devices)}\n\n{dtypes}\n\n{planned}")
     return 0
@@ -118,19 +122,46 @@ def _audit(args: argparse.Namespace) -> int:
     shape, axes = _mesh_shape(args, len(devices))
     tx, params = _optimizer(args, jax.make_mesh(shape, axes, devices=devices))
 
-    def loss_fn(params: Any, batch: Any) -> Any:
-        terms = [jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(params)]
-        return sum(terms) * jnp.mean(batch)
-
     rows = tx.config.parallel.num_devices * args.accumulate_steps
     sharding = NamedSharding(tx.config.mesh, tx.config.parallel.batch_spec)
     batch = jax.ShapeDtypeStruct((rows, 1), jnp.float32, sharding=sharding)
+    loss_fn = _loss_of(tx, command_line.scans(args))
     step = train_step(loss_fn, tx, accumulate_steps=args.accumulate_steps)
     found = audit(step, TrainState.shapes(params, tx), batch)
+    failed = not (found.passed or found.only_widened)
+    if args.json:
+        order = {"order": found.order} if args.order else {}
+        print(json.dumps(found.as_dict() | order, indent=2))
+        return int(failed)
     print(f"{_heading(args, len(devices))}\n\n{found}")
     if args.order:
         print(f"\n{found.order or 'XLA orders the step: nothing is copied over peer memory.'}")
-    return int(not (found.passed or found.only_widened))
+    return int(failed)
+
+
+def _loss_of(tx: Any, scans: list[list[str]]) -> Any:
+    """A loss of all params that gathers layer after layer of those that are scanned."""
+    import jax
+    import jax.numpy as jnp
+
+    from jdistadam.distributed.gather_params import gather_params
+
+    def of_leaves(params: Any, factor: Any) -> Any:
+        terms = [jnp.sum(jnp.sin(factor * x)) for x in jax.tree.leaves(params)]
+        return sum(terms, jnp.float32(0))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def of_layer(factor: Any, layer: Any) -> tuple[Any, Any]:
+        return factor, of_leaves(gather_params(layer, tx), factor)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        factor, loss, others = jnp.mean(batch), jnp.float32(0), dict(params)
+        for paths in scans:
+            layers = {path: others.pop(path) for path in paths}
+            loss += jnp.sum(jax.lax.scan(of_layer, factor, layers)[1])
+        return loss + of_leaves(others, factor)
+
+    return loss_fn
 
 
 _COMMANDS = {"info": _info, "check": _check, "bench": _bench, "plan": _plan, "audit": _audit}
@@ -212,6 +243,9 @@ def _heading(args: argparse.Namespace, num_devices: int) -> str:
         "sharding_strategy": strategy,
         "accumulate_steps": args.accumulate_steps,
     }
+    if scans := command_line.scans(args):
+        numbers = dict.fromkeys(args.tree.shapes[first][0] for first, *_ in scans)
+        lines["layers"] = ", ".join(map(str, numbers))
     if args.state_memory != "device":
         lines["state_memory"] = args.state_memory
     return "\n".join(f"{name:<18}  {value}" for name, value in lines.items())

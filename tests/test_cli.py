@@ -17,6 +17,7 @@ import jdistadam
 from jdistadam import __main__
 from jdistadam.kernels import native
 from jdistadam.tools import audit, bench, command_line, diagnostics
+from jdistadam.training import planned
 from support.paths import ROOT
 from support.samples import few
 
@@ -349,18 +350,86 @@ def test_output_without_replicas_names_no_replica_axis(small, capsys, command):
 
 
 def test_plan_sends_stacked_layers_one_by_one(monkeypatch, capsys):
-    """What is sent of them is sent once for each layer."""
-    shapes = {"layers/w": (6, 256, 512), "head": (512, 64)}
-    monkeypatch.setitem(bench.TREES, "small", shapes)
+    """What is sent of them is sent once for each layer of its scan."""
+    shapes = {"encoder/layers/w": (6, 256, 512), "decoder/layers/w": (4, 256, 512)}
+    monkeypatch.setitem(bench.TREES, "small", shapes | {"head": (512, 64)})
     options = ("--tree", "small", "--sharding-strategy", "optim_grads_params")
     found = []
     for more in ((), ("--layers", "layers")):
         assert __main__.main(["plan", *options, *more]) == 0
-        rows = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
+        out = capsys.readouterr().out
+        rows = [line.split()[:5] for line in out.splitlines()]
         found.append([row[4] for row in rows if row[:1] == ["all-gather"]])
-    assert [sorted(times) for times in found] == [["1"], ["1", "6"]]
+    assert [sorted(times) for times in found] == [["1"], ["1", "4", "6"]]
+    assert "\nlayers              6, 4\n" in out
     err = error_of(capsys, "plan", *options, "--layers", "blocks")
     assert "TreeError: --layers: selects no leaf" in err and "or leave --layers out" in err
+
+
+@pytest.mark.parametrize("shape", [(512,), ()])
+def test_layers_that_are_not_stacked_raise(monkeypatch, capsys, shape):
+    monkeypatch.setitem(bench.TREES, "small", {"layers/w": (6, 256, 512), "layers/b": shape})
+    for command in ("plan", "audit"):
+        err = error_of(capsys, command, "--tree", "small", "--layers", "layers")
+        got = f"first dimensions 6, {'512' if shape else 'none'}, expected one"
+        assert f"argument --layers: leaves in layers are not stacked: got {got}" in err
+
+
+@pytest.mark.parametrize("communication", ["xla", "peer"])
+def test_audit_gathers_stacked_layers_one_by_one(monkeypatch, capsys, communication):
+    """In the forward and in the backward pass of each micro-batch, over either transport."""
+    shapes = {"encoder/layers/w": (3, 64, 128), "decoder/layers/w": (2, 64, 128)}
+    monkeypatch.setitem(bench.TREES, "small", shapes | {"head": (128, 256)})
+    options = "--layers layers --sharding-strategy optim_grads_params --accumulate-steps 2"
+    dtypes = "--param-dtype float32 --grad-reduce-dtype float32"
+    command = ["audit", "--tree", "small", *options.split(), *dtypes.split()]
+    assert __main__.main([*command, "--communication", communication]) == 0
+    out = capsys.readouterr().out
+    gathers = re.search(r"^(copied )?all-gather +float32 +\d+ +(\d+) +(\d+)", out, re.M)
+    assert (gathers[1] is not None) == (communication == "peer")
+    of_layers = 5 * 64 * 128
+    assert int(gathers[2]) == int(gathers[3]) == 2 * 2 * of_layers + 128 * 256
+    assert "\nas planned; " in out
+
+
+def test_plan_as_json_has_the_printed_numbers_in_bytes(small, capsys):
+    command = (
+        "plan",
+        *small,
+        "--devices",
+        "4",
+        "--accumulate-steps",
+        "2",
+        "--param-dtype",
+        "float32",
+    )
+    peer = ("--communication", "peer", "--grad-reduce-dtype", "float32")
+    assert __main__.main([*command, *peer]) == 0
+    printed = capsys.readouterr().out
+    assert __main__.main([*command, *peer, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = report["held"] | report["buffers"] | {"accumulated gradients": report["sums"]}
+    for name, size in rows.items():
+        assert re.search(rf"^{name} .* {planned.size_text(size)}$", printed, re.M)
+    total = report["held_bytes"] + report["sums"] + report["buffer_bytes"]
+    assert report["step_bytes"] == total == sum(rows.values())
+    assert report["bytes_sent"] == sum(c["bytes_sent"] for c in report["collectives"]) > 0
+    assert {c["transport"] for c in report["collectives"]} == {"peer"}
+    assert report["communication"] == {"name": "peer", "why_not_peer": ""}
+    assert __main__.main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["communication"]["why_not_peer"] == "--grad-reduce-dtype None"
+
+
+def test_audit_as_json_has_rows_and_the_verdict(small, capsys):
+    assert __main__.main(["audit", *small, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["only_widened"], report["num_devices"]) == (False, True, 8)
+    assert "order" not in report
+    rows = {(row["op"], row["dtype"]): row for row in report["rows"]}
+    gathered = rows["all-gather", "float32"]
+    assert gathered["found"] == rows["all-gather", "bfloat16"]["planned"] > 300 * 70
+    assert gathered["found_bytes"] == 4 * gathered["found"] and gathered["note"] == "WIDENED"
 
 
 def test_plan_works_for_a_million_devices(small, capsys):
@@ -419,6 +488,8 @@ def test_every_dtype_that_the_help_names_is_planned(small, capsys, field):
         ("--outer-sharding-strategy optim", "over --replicas too: got --sharding-strategy optim, --replicas none,"),
         ("--nu-dtype bfloat16", "and --b2 0.999, expected --rounding"),
         ("--rounding stochastic", "PolicyError: --rounding: has no effect"),
+        ("--layers h", "argument --layers: leaves in h0 are not stacked: got first dimensions 768, 2304, 3072, expected one"),
+        ("--layers params", "--layers: selects no leaf"),  # its paths do not begin with params
     ],
 )  # fmt: skip
 def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):

@@ -11,6 +11,9 @@ import tomllib
 import pytest
 
 import jdistadam
+from jdistadam.distributed.flat_arrays import FLAT_ARRAYS
+from jdistadam.tools.audit import Audit
+from jdistadam.training import planned
 from support.literals import literals
 from support.paths import ROOT
 
@@ -157,3 +160,19 @@ def test_every_test_that_a_page_names_exists():
     for file, test in named:
         source = (ROOT / "tests" / file).read_text()
         assert re.search(rf"^def {test}\(", source, re.M), f"{file} has no {test}"
+
+
+def test_the_rows_and_columns_of_plans_and_audits_are_on_their_page():
+    page = (DOCS / "plan_and_audit.md").read_text()
+    cells = re.findall(r"^\| (`.*?`) \|", page, re.M)
+    explained = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    source = inspect.getsource(planned)
+    rows = set(re.findall(r'(?:yield |buffers\[)"([\w ]+)"', source))
+    assert len(rows) > 8
+    missing = (rows | set(FLAT_ARRAYS) | {"accumulated gradients", "params", "scalars"}) - explained
+    assert not missing
+    headers = planned.format_collectives(()), str(Audit((), 0, 8, None)).splitlines()[0]
+    for header in headers:
+        for name in sorted(explained, key=len, reverse=True):
+            header = header.replace(name, "")
+        assert not header.strip()

@@ -100,6 +100,12 @@ class Collective:
         size = self.elements * self.dtype.itemsize * self.times * passes
         return size * (self.devices - 1) // self.devices
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns its fields but ``groups``, and ``bytes_sent``, in types of JSON."""
+        added = {"dtype": self.dtype.name, "transport": self.transport}
+        fields = vars(self) | added | {"bytes_sent": self.bytes_sent}
+        return {name: value for name, value in fields.items() if name != "groups"}
+
 
 Phase = tuple[Collective, ...]
 """Collectives that run in sequence."""

@@ -42,7 +42,8 @@ class AuditRow:
       dtype: The dtype that is sent.
       devices: The number of devices that take part in each.
       planned: Elements of the results by the plan.
-      optional: How many planned elements XLA may leave out: gathers of small leaves in backward.
+      optional: How many planned elements XLA may leave out: gathers in the backward pass, of blocks
+        and of small leaves of a scan.
       found: Elements of the results in the compiled program.
       asynchronous: How many found elements are in instructions that other work can overlap.
       widened: Whether the row fails only because XLA's CPU backend widened the dtype. Nothing is
@@ -65,6 +66,11 @@ class AuditRow:
     def passed(self) -> bool:
         """Whether the program sends the planned elements."""
         return self.of_model or self.planned - self.optional <= self.found <= self.planned
+
+    @property
+    def found_bytes(self) -> int:
+        """Bytes of the found elements."""
+        return self.found * jnp.dtype(self.dtype).itemsize
 
     @property
     def note(self) -> str:
@@ -113,20 +119,34 @@ class Audit:
         """
         return not self.passed and all(row.passed or row.widened for row in self.rows)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Converts the audit to types that ``json.dumps`` takes.
+
+        Returns:
+          Its rows and the verdict by name.
+        """
+        added = "found_bytes", "passed", "note"
+        return {
+            "rows": [vars(r) | {name: getattr(r, name) for name in added} for r in self.rows],
+            "scalars": self.scalars,
+            "num_devices": self.num_devices,
+            "passed": self.passed,
+            "only_widened": self.only_widened,
+        }
+
     def __str__(self) -> str:
         """Returns a table with one line per row, and the verdict."""
         if self.num_devices == 1 and not self.rows:
             return "one device: nothing is sent, so there is nothing to check"
         lines = [
-            f"{'collective':<19} {'dtype':<14} {'devices':>7} {'planned':>13} {'found':>13} "
-            f"{'MB':>9} {'async':>6}"
+            f"{'collective':<19} {'dtype':<14} {'devices':>7} {'elements planned':>16} "
+            f"{'found':>13} {'found MB':>9} {'async':>6}"
         ]
         for r in self.rows:
-            size = r.found * jnp.dtype(r.dtype).itemsize / 1e6
             share = f"{100 * r.asynchronous / r.found:.0f} %" if r.found else "-"
             line = (
-                f"{r.op:<19} {r.dtype:<14} {r.devices:>7} {r.planned:>13} {r.found:>13} "
-                f"{size:>9.2f} {share:>6}  {r.note}"
+                f"{r.op:<19} {r.dtype:<14} {r.devices:>7} {r.planned:>16} {r.found:>13} "
+                f"{r.found_bytes / 1e6:>9.2f} {share:>6}  {r.note}"
             )
             lines.append(line.rstrip())
         verdict = "as planned" if self.passed else "NOT as planned"

@@ -101,11 +101,6 @@ def make_parser() -> Parser:
     )
     _add_optimizer_arguments(plan)
     plan.add_argument(
-        "--layers",
-        metavar="TEXT",
-        help="a text in the paths of the leaves whose first dimension is the layer of a scan",
-    )
-    plan.add_argument(
         "--model-devices",
         type=_count,
         metavar="N",
@@ -119,19 +114,14 @@ def make_parser() -> Parser:
         default="device",
         help="where main parameters and moments are between steps",
     )
-    plan.add_argument(
-        "--communication",
-        choices=("auto", "xla", "peer"),
-        default="auto",
-        help="peer: between GPUs that can access each other's memory; auto: as xla, because no "
-        "device is known",
-    )
+    _add_json(plan)
     audit = command(
         "audit", "compile a step for the present devices, and compare what it sends with the plan"
     )
     _add_optimizer_arguments(audit)
-    audit.set_defaults(model_devices=1, state_memory="device", communication="auto")
+    audit.set_defaults(model_devices=1, state_memory="device")
     audit.add_argument("--order", action="store_true", help="print what the step does, in order")
+    _add_json(audit)
     return parser
 
 
@@ -142,9 +132,31 @@ def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 def layers(args: argparse.Namespace) -> Callable[[str], str | None] | None:
-    """Returns the argument ``layers`` for a part of the paths of scanned layers; None for none."""
-    part: str | None = getattr(args, "layers", None)
-    return None if part is None else lambda path: "scan" if part in path else None
+    """Returns the argument ``layers``: "scan" for leaves in ``scans``; None for no ``--layers``."""
+    selected = {f"params[{path!r}]" for scan in scans(args) for path in scan}
+    return None if args.layers is None else lambda path: "scan" if path in selected else None
+
+
+def scans(args: argparse.Namespace) -> list[list[str]]:
+    """Returns the paths of the leaves of each scan that ``--layers`` selects.
+
+    Leaves of one scan have the same path up to the end of its part with the text, so those of
+    "encoder/layers" and "decoder/layers" may have different numbers of layers. Exits if leaves of
+    one scan have different first dimensions, or none.
+    """
+    found: dict[str, list[str]] = {}
+    for path in args.tree.shapes if args.layers is not None else ():
+        if start := re.match(rf".*?{re.escape(args.layers)}[^/.]*", path, re.DOTALL):
+            found.setdefault(start[0], []).append(path)
+    for place, paths in found.items():
+        sizes = dict.fromkeys(args.tree.shapes[path][:1] for path in paths)
+        if len(sizes) > 1 or () in sizes:
+            got = ", ".join(str(*size) or "none" for size in sizes)
+            args.parser.error(
+                f"argument --layers: leaves in {place} are not stacked: got first dimensions "
+                f"{got}, expected one, the number of layers of a scan"
+            )
+    return list(found.values())
 
 
 def with_flags(args: argparse.Namespace, message: str) -> str:
@@ -223,6 +235,9 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         default=1,
         help="number of micro-batches per step",
     )
+    use = "a text in the paths of the leaves whose first dimension is the layer of a scan"
+    add("--layers", metavar="TEXT", help=use)
+    _add_communication(parser)
     defaults = MixedPrecisionPolicy(main_params_dtype="float32")
     for name, (choices, use) in (_POLICY | _MOMENTS).items():
         _add_dtype(parser, name, choices, str(getattr(defaults, name, "float32")).lower(), use)
@@ -234,6 +249,16 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         choices=ROUNDINGS,
         default=ROUNDINGS[0],
         help="rounding of moments, and of 16-bit params without main parameters",
+    )
+
+
+def _add_communication(parser: Parser) -> None:
+    parser.add_argument(
+        "--communication",
+        choices=("auto", "xla", "peer"),
+        default="auto",
+        help="peer: between GPUs that can access each other's memory; auto: peer on present GPUs "
+        "if the other options allow it, otherwise xla",
     )
 
 

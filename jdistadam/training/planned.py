@@ -91,6 +91,22 @@ class Plan:
         """The settings that make the largest part smaller, and where to read more."""
         return "; ".join([*self.settings, "more in docs/out_of_memory.md"])
 
+    def as_dict(self) -> dict[str, Any]:
+        """Converts the plan to types that ``json.dumps`` takes.
+
+        Returns:
+          Its fields and totals by name, in bytes.
+        """
+        totals = "held_bytes", "buffer_bytes", "step_bytes", "bytes_sent", "largest"
+        return vars(self) | {
+            "collectives": [c.as_dict() for c in self.collectives],
+            "communication": {
+                "name": self.communication.name,
+                "why_not_peer": self.communication.why_not_peer,
+            },
+            **{name: getattr(self, name) for name in totals},
+        }
+
     @property
     def _in_a_step(self) -> dict[str, int]:
         return {"accumulated gradients": self.sums} | self.buffers
