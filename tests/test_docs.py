@@ -92,6 +92,19 @@ def test_the_source_distribution_leaves_records_out():
     assert "/experiments/results" in settings["tool"]["scikit-build"]["sdist"]["exclude"]
 
 
+def test_the_table_of_extras_is_what_pip_installs():
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", (DOCS / "installation.md").read_text(), re.M)
+    listed = {name: set(installed.replace("`", "").split(", ")) for name, installed in rows}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for name, required in extras.items():
+        names = ",".join(re.split("[><=]", x)[0] for x in required)
+        names = re.sub(r"jdistadam\[(.*?)\]", r"\1", names)  # other extras
+        assert listed.pop(name) == set(names.split(","))
+    assert not listed
+
+
 def test_wheels_have_code_for_the_gpus_that_the_page_names():
     """However they are built: by the command, or by the workflow."""
     page = (DOCS / "installation.md").read_text()
