@@ -340,6 +340,7 @@ def one_gpu() -> str:
         "norms/step_with_norms": "`step_with_norms`",
         "MultiSteps/step": "`MultiSteps`",
         "apply_if_finite/step": "`apply_if_finite`",
+        "inside/step": "casts in the scan",
     }
     table = []
     for workload, rows in found:

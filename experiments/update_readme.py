@@ -122,6 +122,17 @@ def optax_losses_table() -> str:
     return markdown.table((*columns, "optax: tokens/s", "jdistadam"), table)
 
 
+def losses_over_seeds_table() -> str:
+    """One line for each way to train: how far its last losses are from optax's."""
+    path = RESULTS / "losses_over_seeds/h200/default.json"
+    results = json.loads(path.read_text())["results"]
+    table = [
+        (way, str(len(results["losses"][way])), f"{x['mean']:+.4f}", f"{x['error']:.4f}")
+        for way, x in results["differences"].items()
+    ]
+    return markdown.table(("", "seeds", "mean difference", "its standard error"), table)
+
+
 def _policy(row) -> str:
     """The name of a policy; records from before its renaming contain another word."""
     return row["policy"].replace("wire", "communication")
@@ -154,6 +165,7 @@ TABLES = {
     "kernel": kernel_table,
     "strategies": strategies_table,
     "optax_losses": optax_losses_table,
+    "losses_over_seeds": losses_over_seeds_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
     "states": lambda: precision.states_table(
         RESULTS / "low_precision/cpu/default.json", RESULTS / "low_precision/h200/150_steps.json"

@@ -48,6 +48,7 @@ class Request:
     cast: bool = False  # this and the next two: arguments of ``restore``
     new: Predicate | None = None
     unused: Predicate | None = None
+    instead: str = ""  # what to do about an error, for a caller without the last two
     used: set[str] = dataclasses.field(default_factory=set)
     lacking: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)  # by path
     reads: list[Read] = dataclasses.field(default_factory=list)
@@ -91,10 +92,11 @@ class Request:
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             left = f"unused=lambda path: path.startswith({parts.path_of(rest[0])!r})"
+            action = f"Restore into such a state, or name what may be left with {left}."
             raise TreeError(
                 f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
                 f"got {rest[0]}{more}, expected a template that has all that was saved. "
-                f"Restore into such a state, or name what may be left with {left}."
+                f"{self.instead or action}"
             )
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
@@ -113,8 +115,10 @@ class Request:
     def seed(self, name: str) -> Entry | None:
         """Returns the file's seed of random bits, which each kind of optimizer names its way."""
         entries = self.reader.entries
+        if name in entries or (self.new is not None and self.new(parts.path_of(name))):
+            return entries.get(name)
         seeds = [x for x in entries.values() if parts.is_seed(x) and x.name not in self.used]
-        return entries.get(name) or (seeds[0] if len(seeds) == 1 else None)
+        return seeds[0] if len(seeds) == 1 else None
 
     def place(self, like: Any) -> Sharding:
         """Returns the sharding of an array: the template's, else replicated over the mesh."""
@@ -164,10 +168,13 @@ class Request:
         found = {parts.path_of(x) for x in self.used} - self.lacking.keys()
         is_theirs = common and not any(path.startswith(common) for path in found)
         begins = repr(common) if is_theirs else shown((first, *others))
-        raise error(
-            f"{self.reader.path}: {name}: {what}: got {got}, expected shape {shape}. {also}"
+        action = (
             "Restore into the state that was saved, or name what begins anew with "
             f"new=lambda path: path.startswith({begins})."
+        )
+        raise error(
+            f"{self.reader.path}: {name}: {what}: got {got}, expected shape {shape}. "
+            f"{also}{self.instead or action}"
         )
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:

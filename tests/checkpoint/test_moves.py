@@ -226,3 +226,6 @@ def test_the_seed_of_random_bits_moves_between_optimizers(tmp_path):
     back = jda.restore(tmp_path / "several", template, other)
     got = jax.jit(other.step)(grads, back["opt_state"], back["params"])
     assert_trees_same_bits(got, step(grads, state, params))
+    is_seed = lambda path: path.endswith(".key")  # noqa: E731
+    anew = jda.restore(tmp_path / "several", template, other, new=is_seed)
+    assert anew["opt_state"].key.tolist() == [2, 0]

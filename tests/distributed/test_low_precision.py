@@ -318,27 +318,6 @@ def test_checkpoint_converts_between_8_and_16_bits(tmp_path):
             assert_same_bits(getattr(got, name)[path], x, f"{name} {path}")
 
 
-@pytest.mark.slow
-def test_a_seed_is_not_restored_between_kinds_of_optimizers(tmp_path):
-    """It has another name there: the optimizer's own seed is taken where the caller says so."""
-    params = random_params(TWO)
-    kind = KINDS["8 bits at random"]
-    tx, alone = make_tx((2,), "8 bits at random"), jda.fused_adamw(**HYPER, mask=decays, **kind)
-    own = {"params": params, "opt_state": alone.init(params)}
-    jda.save(tmp_path / "many", jda.TrainState.create(params, tx), tx)
-    jda.save(tmp_path / "one", own)
-    shapes, is_key = jda.TrainState.shapes(params, tx), lambda path: path.endswith(".key")
-    with pytest.raises(jda.TreeError, match="in the file, and not in the template"):
-        jda.restore(tmp_path / "one", shapes, tx)
-    there = jda.restore(tmp_path / "one", shapes, tx, unused=is_key)
-    assert np.asarray(there.opt_state.key).tolist() == [77, 0]
-    with pytest.raises(jda.TreeError, match="missing in the file"):
-        jda.restore(tmp_path / "many", own)
-    assert_trees_same_bits(jda.restore(tmp_path / "many", own, new=is_key), own)
-    with pytest.raises(jda.TreeError, match="which has but its shape"):
-        jda.restore(tmp_path / "many", jax.eval_shape(lambda: own), new=is_key)
-
-
 def test_unsupported_options_raise():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2])
     make = functools.partial(distributed_adamw, mesh=mesh)
