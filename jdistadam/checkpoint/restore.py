@@ -134,7 +134,7 @@ def restore_params(
     trees.check_numbers(like, name="like")
     if like is None:
         like = _likes(reader, "params")
-    instead = "Leave like out, or give it the paths and shapes that were saved."
+    instead = "Leave like out, or give it the paths and shapes that were saved"
     request = Request(reader, cast=cast, instead=instead)
     leaves = {leaf.name: leaf.value for leaf in parts.leaves("params", like)}
     for name, x in leaves.items():

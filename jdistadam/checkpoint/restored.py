@@ -92,11 +92,11 @@ class Request:
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             left = f"unused=lambda path: path.startswith({parts.path_of(rest[0])!r})"
-            action = f"Restore into such a state, or name what may be left with {left}."
+            action = f"Restore into such a state, or name what may be left with {left}"
             raise TreeError(
                 f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
                 f"got {rest[0]}{more}, expected a template that has all that was saved. "
-                f"{self.instead or action}"
+                f"{self.instead or action}."
             )
 
     def take(self, name: str, like: Any, entry: Entry | None = None) -> None:
@@ -170,11 +170,11 @@ class Request:
         begins = repr(common) if is_theirs else shown((first, *others))
         action = (
             "Restore into the state that was saved, or name what begins anew with "
-            f"new=lambda path: path.startswith({begins})."
+            f"new=lambda path: path.startswith({begins})"
         )
         raise error(
             f"{self.reader.path}: {name}: {what}: got {got}, expected shape {shape}. "
-            f"{also}{self.instead or action}"
+            f"{also}{self.instead or action}."
         )
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
