@@ -16,23 +16,16 @@ The first program of a workload is compiled alone, so that the others find its t
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import pathlib
 import statistics
+import time
 
-import bench_wrappers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench_wrappers import (
-    CALLS,
-    Row,
-    of_optax,
-    of_step,
-    with_norms_of_kernel,
-    with_norms_of_optax,
-)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm import command_line, power, report
@@ -43,8 +36,29 @@ import jdistadam as jda
 
 WORKLOADS = ("scanned-8", "unrolled-8", "scanned-1", "unrolled-1")
 EIGHT_BITS = {"mu_dtype": "block8", "nu_dtype": "block8", "rounding": "stochastic", "seed": 0}
-WRAPPERS = ("MultiSteps", "apply_if_finite")  # around the optimizer, in the first workload alone
+CALLS = 4  # of one accumulated step
+NORMS = ("grad_norm", "param_norm", "update_norm")
 COMPILERS = 4
+
+
+def of_optax(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, ()
+
+
+def with_norms_of_optax(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    new = optax.apply_updates(params, updates)
+    return new, state, tuple(map(optax.global_norm, (grads, new, updates)))
+
+
+def of_step(tx, grads, state, params):
+    return *tx.step(grads, state, params), ()
+
+
+def with_norms_of_kernel(tx, grads, state, params):
+    new, state, norms = tx.step_with_norms(grads, state, params)
+    return new, state, tuple(norms[name] for name in NORMS)
 
 
 def widened(tx, grads, state, params):
@@ -76,10 +90,13 @@ def rows(has_wrappers, is_scanned):
     for name, kept in ways.items():
         tx = jda.fused_adamw(CHECKED_LEARNING_RATE, **HYPER, **kept)
         found[f"bytes/{name}"] = (tx, of_step, jnp.bfloat16)
-    for name, row in bench_wrappers.rows().items() if has_wrappers else ():
-        group, way = name.split("/")
-        if group in WRAPPERS and way in ("optax", "step"):
-            found[name] = row
+    if has_wrappers:
+        found |= {
+            "MultiSteps/optax": (optax.MultiSteps(theirs, CALLS), of_optax, wide),
+            "MultiSteps/step": (jda.MultiSteps(ours, CALLS), of_step, wide),
+            "apply_if_finite/optax": (optax.apply_if_finite(theirs, 3), of_optax, wide),
+            "apply_if_finite/step": (jda.apply_if_finite(ours, 3), of_step, wide),
+        }
     return found
 
 
@@ -87,6 +104,47 @@ def dtype_of(name):
     """The dtype of a row's parameters."""
     is_narrow = name.startswith("bytes/") and name != "bytes/optax"
     return jnp.bfloat16 if is_narrow else jnp.float32
+
+
+class Row:
+    """A way to train, to be compiled."""
+
+    def __init__(self, name, made, loss, shapes, tokens):
+        (self.tx, call, dtype), self.name = made, name
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, tokens):
+            cast = jax.tree.map(lambda x: x.astype(dtype), params)
+            value, grads = jax.value_and_grad(loss)(cast, tokens)
+            params, state, norms = call(self.tx, grads, state, params)
+            return params, state, value, norms
+
+        self.init = jax.jit(self.tx.init)
+        state = jax.eval_shape(self.tx.init, shapes)
+        self.lowered = step.lower(shapes, state, tokens)
+
+    def compile(self):
+        self.program = self.lowered.compile()
+        memory = self.program.memory_analysis()
+        self.record = {
+            "name": self.name,
+            "held_bytes": memory.argument_size_in_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+        }
+        print(f"  compiled {self.name}", flush=True)
+        return self
+
+    def run(self, params, tokens, calls):
+        """Milliseconds of a call, after as many as wrappers accumulate."""
+        state = self.init(params)
+        for _ in range(CALLS):
+            params, state, value, _ = self.program(params, state, tokens)
+        jax.block_until_ready(value)
+        start = time.perf_counter()
+        for _ in range(calls):
+            params, state, value, _ = self.program(params, state, tokens)
+        jax.block_until_ready((params, state, value))
+        return 1e3 * (time.perf_counter() - start) / calls
 
 
 def casts_inside(size, workload, attention):
@@ -128,8 +186,7 @@ def measure(size, workload, sharding, groups, rounds, calls, has_wrappers):
             params = model.draw(shapes, sharding)
             if dtype_of(row.name) == jnp.bfloat16:
                 params = bfloat16(params)
-            ms, params, _ = row.run(params, tokens, calls)
-            times[row.name].append(ms)
+            times[row.name].append(row.run(params, tokens, calls))
             del params
     for row in made:
         rival = f"{row.name.split('/')[0]}/optax"
