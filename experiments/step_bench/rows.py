@@ -68,18 +68,19 @@ FLAGS = {  # by whether layers are scanned
     ),
 }
 # Options of ours; annotations have float32 main parameters, and XLA's own sums. On GPUs that reach
-# each other "float32sum" uses peer memory, except with "over_xla". "gathered_once" is
-# reshard_after_forward=False; "whole_6" leaves the embedding and 6 blocks whole between steps
-# (reshard_after_backward). In an unrolled model "block_by_block" gathers each block where it is
-# used, after the activations that enter the previous block; "at_any_time" without that condition.
-# "ema" averages the parameters, "guard" looks for spikes of the norm (and skips no step here),
-# "norms" and "norms_of_leaves" return norms of parameters and updates. "host" keeps the state in
-# host memory, "host_moments" only its moments, "host_ema" only the average. "early" updates during
-# the backward pass. "no_main" has no main parameters, "block8" 8-bit moments and stochastic
-# rounding.
+# each other "float32sum" uses peer memory, except with "over_xla". "sent_wide" sends gradients in
+# float32, as by default, instead of bfloat16. "gathered_once" is reshard_after_forward=False;
+# "whole_6" leaves the embedding and 6 blocks whole between steps (reshard_after_backward). In an
+# unrolled model "block_by_block" gathers each block where it is used, after the activations that
+# enter the previous block; "at_any_time" without that condition. "ema" averages the parameters,
+# "guard" looks for spikes of the norm (and skips no step here), "norms" and "norms_of_leaves"
+# return norms of parameters and updates. "host" keeps the state in host memory, "host_moments" only
+# its moments, "host_ema" only the average. "early" updates during the backward pass. "no_main" has
+# no main parameters, "block8" 8-bit moments and stochastic rounding.
 BY_BLOCK = {"block_by_block", "at_any_time"}
 WHOLE = {f"whole_{n}": n for n in (0, 2, 4, 6, 8)}
-SETTINGS = {"clip", "float32sum", "remainder16", "over_xla", "gathered_once", *BY_BLOCK}
+SETTINGS = {"clip", "float32sum", "sent_wide", "remainder16", "over_xla"}
+SETTINGS |= {"gathered_once", *BY_BLOCK}
 SETTINGS |= {"ema", "guard", "norms", "norms_of_leaves", "no_main", "block8"}
 SETTINGS |= {"host", "host_moments", "host_ema", "early"}
 
@@ -213,6 +214,14 @@ SETS = {
         f"{_OURS_ZERO3}+block_by_block+clip",
     ),
     "zero3_scanned": _group("scanned", f"annotated_fsdp+{_TUNED}", f"{_OURS_ZERO3}+clip"),
+    # Ways to send gradients of 16-bit parameters: --tokens says how many sequences.
+    "sent": _group(
+        "unrolled",
+        "optim+sent_wide+clip",
+        "optim+clip",
+        "optim+float32sum+over_xla+clip",
+        "optim+float32sum+clip",
+    ),
     # All ways to gather the layers of a model.
     "layers": [
         *_group("unrolled-8", *_BLOCKS),

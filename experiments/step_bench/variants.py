@@ -268,9 +268,9 @@ class Annotated:
 
 
 def policy_of(modifiers):
-    """Gradients are sent in bfloat16; main parameters are float32 by default."""
+    """Main parameters are float32 by default."""
     return jda.MixedPrecisionPolicy(
-        grad_comm_dtype=jnp.bfloat16,
+        grad_comm_dtype=None if "sent_wide" in modifiers else jnp.bfloat16,
         grad_reduce_dtype=jnp.float32 if "float32sum" in modifiers else None,
         main_params_dtype=main_params_of(modifiers),
     )
