@@ -78,7 +78,7 @@ def _groups(leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int) -> 
     params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
     units = [] if flat is None else flat.units
     sent = {param.name: param.sent.name for _, unit in units for param in unit if param.sent}
-    for name, x, keys, section, is_count, _ in leaves:
+    for name, x, keys, section, is_count, _was in leaves:
         if flat is not None and x is flat.state:
             yield from _of_flat(flat)
         elif section == "main_params":

@@ -19,12 +19,10 @@ restored from the other.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 
 from jdistadam.core import trees
@@ -46,7 +44,7 @@ class Leaf(NamedTuple):
     keys: tuple[str, ...] | None = None  # the path to it, if it consists of dictionary keys alone
     section: str = ""  # "params", "main_params", "mu", "nu"; "" for all others
     is_count: bool = False  # a step counter besides Adam's: a schedule's, or Flax's
-    is_seed: bool = False  # of random bits, in the state of fused_adamw
+    was: str = ""  # its name in files of earlier revisions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
     for leaf in leaves(field, tree, lambda x: isinstance(x, kinds) or _is_schedule(x)):
         part = leaf.value
         if isinstance(part, RoundingState):
-            yield Leaf(f"{leaf.name}.key", part.key, is_seed=True)
+            yield Leaf("key", part.key, was=f"{leaf.name}.key")
             yield from leaves_of(f"{leaf.name}.inner", part.inner)
         elif isinstance(part, MainParamsState):
             yield from _section("main_params", part.main_params)
@@ -123,12 +121,6 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
             yield Leaf(leaf.name, part.count, is_count=True)
         else:
             yield leaf._replace(is_count=leaf.name == "step")
-
-
-def is_seed(entry: Entry) -> bool:
-    """Whether an array in a file is the seed of random bits, of either kind of optimizer."""
-    is_words = entry.key is None and (entry.shape, entry.dtype) == ((2,), np.uint32)
-    return is_words and re.fullmatch(r"key|opt_state.*\.key", entry.name) is not None
 
 
 def _section(section: str, tree: Any) -> Iterator[Leaf]:

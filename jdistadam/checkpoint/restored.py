@@ -19,7 +19,6 @@ from jdistadam.checkpoint.adam import FlatAdam, Param, TreeAdam
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Read, Reader, Wanted, empty
 from jdistadam.core import collectives, memory
-from jdistadam.core.arguments import shown
 from jdistadam.core.codecs import BLOCK, Codec
 from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.global_arrays import copy_to
@@ -32,7 +31,7 @@ Predicate = Callable[[str], bool]
 
 def _is_scalar(name: str) -> bool:
     """Whether an array is what a distributed state has beside Adam's, and others lack."""
-    return name.startswith(("grad_norm", "scaling.", "guard."))
+    return name == "key" or name.startswith(("grad_norm", "scaling.", "guard."))
 
 
 @dataclasses.dataclass
@@ -40,7 +39,7 @@ class Request:
     """Compares a template with a checkpoint, and records what to read, in order.
 
     Raises DtypeError for an array of another dtype; ``finish`` raises for those that the file lacks
-    or has in another shape, so that one error names all of them.
+    or has in another shape, so that one error counts all of them.
     """
 
     reader: Reader
@@ -48,7 +47,7 @@ class Request:
     cast: bool = False  # this and the next two: arguments of ``restore``
     new: Predicate | None = None
     unused: Predicate | None = None
-    instead: str = ""  # what to do about an error, for a caller without the last two
+    instead: str = ""  # advice in errors, in place of ``new`` and ``unused``
     used: set[str] = dataclasses.field(default_factory=set)
     lacking: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)  # by path
     reads: list[Read] = dataclasses.field(default_factory=list)
@@ -87,7 +86,7 @@ class Request:
             name
             for name, entry in self.reader.entries.items()
             if name not in known
-            and not (entry.is_count or parts.is_seed(entry) or _is_scalar(name))
+            and not (entry.is_count or _is_scalar(name))
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -111,14 +110,6 @@ class Request:
                 self.values[name] = _cast(x, getattr(like, "dtype", found.dtype))
 
         self.reads.append(Read([(found, memory.device_sharding(place))], use))
-
-    def seed(self, name: str) -> Entry | None:
-        """Returns the file's seed of random bits, which each kind of optimizer names its way."""
-        entries = self.reader.entries
-        if name in entries or (self.new is not None and self.new(parts.path_of(name))):
-            return entries.get(name)
-        seeds = [x for x in entries.values() if parts.is_seed(x) and x.name not in self.used]
-        return seeds[0] if len(seeds) == 1 else None
 
     def place(self, like: Any) -> Sharding:
         """Returns the sharding of an array: the template's, else replicated over the mesh."""
@@ -161,21 +152,28 @@ class Request:
         got = f"{len(self.reader.entries)} others" if entry is None else entry.like.shape
         also, more = "", f" and {len(others) - 3} more" if len(others) > 3 else ""
         if others:
-            also = f"Also missing or of another shape: {', '.join(others[:3])}{more}. "
-        common = first  # the keys that all begin with, unless what the file has does too
-        while not all(path.startswith(common) for path in others):
-            common = common.rpartition("[")[0]
-        found = {parts.path_of(x) for x in self.used} - self.lacking.keys()
-        is_theirs = common and not any(path.startswith(common) for path in found)
-        begins = repr(common) if is_theirs else shown((first, *others))
+            names = ", ".join(self.lacking[path][0] for path in others[:3])
+            also = f"Also missing or of another shape: {names}{more}. "
         action = (
             "Restore into the state that was saved, or name what begins anew with "
-            f"new=lambda path: path.startswith({begins})"
+            f"new=lambda path: {self._condition(list(self.lacking))}"
         )
         raise error(
             f"{self.reader.path}: {name}: {what}: got {got}, expected shape {shape}. "
             f"{also}{self.instead or action}."
         )
+
+    def _condition(self, paths: list[str]) -> str:
+        """A condition in Python that holds for paths, and for none that the file has."""
+        found = {parts.path_of(x) for x in self.used} - {*paths}
+        begin, end = paths[0], f"[{paths[0].rpartition('[')[2]}"
+        while not all(path.startswith(begin) for path in paths):
+            begin = begin.rpartition("[")[0]
+        if begin and not any(path.startswith(begin) for path in found):
+            return f"path.startswith({begin!r})"
+        if all(path.endswith(end) for path in paths) and not any(x.endswith(end) for x in found):
+            return f"path.endswith({end!r})"
+        return f"path.startswith({tuple(paths)!r})"
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
         """Raises DtypeError if a cast to the template's dtype would lose bits."""
@@ -209,8 +207,9 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     for leaf in (x for x in every if not x.section and x.value is not flat):
         if leaf.is_count and leaf.name not in request.reader.entries:
             request.take(leaf.name, leaf.value, request.reader.entries["count"])
-        elif leaf.is_seed and (seed := request.seed(leaf.name)):
-            request.take(leaf.name, leaf.value, seed)
+        elif leaf.was in request.reader.entries:
+            request.used.add(leaf.was)
+            request.take(leaf.name, leaf.value, request.reader.entries[leaf.was])
         elif request.find(leaf.name, leaf.value):
             request.take(leaf.name, leaf.value)
         else:
@@ -220,8 +219,6 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     for name in request.reader.entries if flat is not None else ():
         if _is_scalar(name) and name not in request.used:
             request.take(name, None)
-    if flat is not None and (seed := request.seed("key")):
-        request.take("key", None, seed)
     request.finish()
     request.reader.read(request.reads)
     values = request.values | adam.finished(request.values)

@@ -122,7 +122,7 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
 
 
 def hinted(**hints: str) -> Callable[[F], F]:
-    """Adds a hint to Python's TypeError for a keyword argument that has another name here.
+    """Adds a hint to Python's TypeError for a keyword argument that the function does not have.
 
     Args:
       **hints: What to write, by names that the function does not have.

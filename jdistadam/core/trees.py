@@ -132,7 +132,7 @@ def _node(x: Any) -> Any:
 
 
 def _kind(x: Any) -> str:
-    """The type of a node, as a user imports it; "a leaf" for a leaf."""
+    """The type of a node, with the module that defines it; "a leaf" for a leaf."""
     name, module = type(x).__qualname__, type(x).__module__
     if jax.tree.structure(x) == _LEAF:
         return "a leaf"

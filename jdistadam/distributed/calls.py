@@ -63,9 +63,9 @@ def make_calls(
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
     overlaps = config.transport.overlaps
     for i, bucket in enumerate(layout.buckets):
-        kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded)
-        copying = (bucket.is_sharded_param, bucket.split) if overlaps else ()
-        of_kind.setdefault((kind, copying), []).append(i)
+        copied = overlaps and (bucket.is_sharded_param, bucket.split)
+        kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded, copied)
+        of_kind.setdefault(kind, []).append(i)
     has_windows = config.updates_early or config.steps_on_host
     in_windows, whole = list[list[Span]](), list[list[Span]]()
     for indices in of_kind.values():

@@ -74,7 +74,7 @@ def added(
         return grads, ()
     tiles: list[jax.Array | None] = [None] * len(arrays)
     scale = norm_scale(scaling)
-    # In a loop of the user's own, gradients of shards have been added before.
+    # Those of experts never come in parts; of shards, in a loop of the user's own, they were added.
     are_all_parts = all(isinstance(x, Parts) for x in arrays)
     for call in make_calls(config, schedule, [x.dtype for x in arrays]):
         if not all_of_them and are_all_parts and steps_on_parts(config, call.buckets[0]):

@@ -102,9 +102,8 @@ class Collective:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns its fields but ``groups``, and ``bytes_sent``, in types of JSON."""
-        added = {"dtype": self.dtype.name, "transport": self.transport}
-        fields = vars(self) | added | {"bytes_sent": self.bytes_sent}
-        return {name: value for name, value in fields.items() if name != "groups"}
+        added = dict(dtype=self.dtype.name, transport=self.transport, bytes_sent=self.bytes_sent)
+        return {name: x for name, x in (vars(self) | added).items() if name != "groups"}
 
 
 Phase = tuple[Collective, ...]

@@ -198,7 +198,10 @@ def fused_adamw(
     return _fused(algorithm)
 
 
-@arguments.hinted(**_OF_TORCH, weight_decay="Write l2 as in torch's Adam, or use fused_adamw.")
+@arguments.hinted(
+    **_OF_TORCH,
+    weight_decay="For the weight_decay of torch's Adam write l2; for AdamW's use fused_adamw.",
+)
 def fused_adam(
     learning_rate: ScalarOrSchedule,
     b1: Any = 0.9,

@@ -151,7 +151,7 @@ def scans(args: argparse.Namespace) -> list[list[str]]:
     for place, paths in found.items():
         sizes = dict.fromkeys(args.tree.shapes[path][:1] for path in paths)
         if len(sizes) > 1 or () in sizes:
-            got = ", ".join(str(*size) or "none" for size in sizes)
+            got = ", ".join(str(size[0]) if size else "none" for size in sizes)
             args.parser.error(
                 f"argument --layers: leaves in {place} are not stacked: got first dimensions "
                 f"{got}, expected one, the number of layers of a scan"
@@ -237,7 +237,13 @@ def _add_optimizer_arguments(parser: Parser) -> None:
     )
     use = "a text in the paths of the leaves whose first dimension is the layer of a scan"
     add("--layers", metavar="TEXT", help=use)
-    _add_communication(parser)
+    add(
+        "--communication",
+        choices=("auto", "xla", "peer"),
+        default="auto",
+        help="peer: between GPUs that can access each other's memory; auto: peer on present GPUs "
+        "if the other options allow it, otherwise xla",
+    )
     defaults = MixedPrecisionPolicy(main_params_dtype="float32")
     for name, (choices, use) in (_POLICY | _MOMENTS).items():
         _add_dtype(parser, name, choices, str(getattr(defaults, name, "float32")).lower(), use)
@@ -249,16 +255,6 @@ def _add_optimizer_arguments(parser: Parser) -> None:
         choices=ROUNDINGS,
         default=ROUNDINGS[0],
         help="rounding of moments, and of 16-bit params without main parameters",
-    )
-
-
-def _add_communication(parser: Parser) -> None:
-    parser.add_argument(
-        "--communication",
-        choices=("auto", "xla", "peer"),
-        default="auto",
-        help="peer: between GPUs that can access each other's memory; auto: peer on present GPUs "
-        "if the other options allow it, otherwise xla",
     )
 
 

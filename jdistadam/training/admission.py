@@ -20,8 +20,8 @@ Question                                                            train  eval 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
 there is missing in 8, and the others name it. After 8, arrays in other places are copied, and
 programs run that need all processes. A program that a traced state is part of compares the
-digest while it runs. ``reload_main_params`` asks 1, 4, 6 and 7 alone: its params
-need not follow.
+digest while it runs. ``reload_main_params`` asks 1, 4, the fields of 6, and 7: its
+params need not follow.
 """
 
 from __future__ import annotations

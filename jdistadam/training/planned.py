@@ -97,14 +97,14 @@ class Plan:
         Returns:
           Its fields and totals by name, in bytes.
         """
-        totals = "held_bytes", "buffer_bytes", "step_bytes", "bytes_sent", "largest"
+        added = "held_bytes", "buffer_bytes", "step_bytes", "bytes_sent", "largest"
         return vars(self) | {
             "collectives": [c.as_dict() for c in self.collectives],
             "communication": {
                 "name": self.communication.name,
                 "why_not_peer": self.communication.why_not_peer,
             },
-            **{name: getattr(self, name) for name in totals},
+            **{name: getattr(self, name) for name in added},
         }
 
     @property
@@ -209,7 +209,8 @@ def _added_late(config: DistributedConfig, schedule: Schedule, accumulate_steps:
     """For each bucket: whether parts of its gradient stay until the kernel of an update."""
     are_of_model = any(x.gather_again for x in schedule.buckets)
     come_once = accumulate_steps == 1 or not config.parallel.shards_grads
-    may_wait = come_once and not (are_of_model or config.takes_norm_first)
+    all_come = all(x.bucket.split == 1 for x in schedule.buckets)  # those of experts do not
+    may_wait = come_once and all_come and not (are_of_model or config.takes_norm_first)
     return [
         may_wait and parts_of_gradients.steps_on_parts(config, entry.bucket)
         for entry in schedule.buckets

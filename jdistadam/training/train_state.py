@@ -245,6 +245,8 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 
     Raises:
       LayoutError: The params have other paths, shapes or dtypes than those of the state.
+      TreeError: The state has not the fields of this optimizer.
+      MeshError: The state was donated to a step.
 
     Example:
       >>> import dataclasses

@@ -226,6 +226,27 @@ def test_the_seed_of_random_bits_moves_between_optimizers(tmp_path):
     back = jda.restore(tmp_path / "several", template, other)
     got = jax.jit(other.step)(grads, back["opt_state"], back["params"])
     assert_trees_same_bits(got, step(grads, state, params))
-    is_seed = lambda path: path.endswith(".key")  # noqa: E731
-    anew = jda.restore(tmp_path / "several", template, other, new=is_seed)
-    assert anew["opt_state"].key.tolist() == [2, 0]
+
+
+def test_the_seed_is_no_other_array_of_that_name(tmp_path):
+    """A field "key" of the user, and a file without a seed."""
+    coded = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+    at_random, nearest = jda.fused_adamw(1e-2, **coded, seed=7), jda.fused_adamw(1e-2)
+    params = {"w": jnp.ones((64, 128))}
+    template = {"params": params, "opt_state": at_random.init(params)}
+    mine = {"params": params, "opt_state": nearest.init(params), "key": jax.random.PRNGKey(99)}
+    jda.save(tmp_path / "mine", mine, nearest)
+    with pytest.raises(jda.TreeError, match="key: two arrays of the state have this name"):
+        jda.save(tmp_path / "both", template | {"key": mine["key"]}, at_random)
+    del mine["key"]
+    jda.save(tmp_path / "none", mine, nearest)
+    with pytest.raises(
+        jda.TreeError, match=r"key: missing .* new=lambda path: path.startswith\('key'\)"
+    ):
+        jda.restore(tmp_path / "none", template, at_random)
+    restored = jda.restore(tmp_path / "none", template, at_random, new=lambda path: path == "key")
+    assert restored["opt_state"].key.tolist() == [7, 0]
+    jda.save(tmp_path / "one", template, at_random)
+    assert_trees_same_bits(jda.restore(tmp_path / "one", mine, nearest)["params"], params)
+    several = jda.distributed(nearest, mesh=mesh_of(4))
+    assert jda.restore(tmp_path / "one", jda.TrainState.shapes(params, several), several).opt_state.key is None  # fmt: skip
