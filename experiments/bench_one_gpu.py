@@ -164,15 +164,17 @@ def measure(size, workload, sharding, groups, rounds, calls, has_wrappers):
     shapes = model.shapes(size, workload.is_scanned)
     attention = "cudnn" if on_gpu else "xla"
     plain_loss = model.make_loss(size, workload, attention)
+
+    def casts_first(params, tokens):
+        return plain_loss(bfloat16(params), tokens)
+
     tokens = jnp.asarray(model.tokens(size, workload, 1).reshape(workload.sequences, -1))
     made = []
     for name, row in rows(has_wrappers, workload.is_scanned).items():
         group = name.split("/")[0]
         if groups and group not in groups:
             continue
-        loss = lambda p, tokens: plain_loss(bfloat16(p), tokens)  # noqa: E731
-        if group == "inside":
-            loss = casts_inside(size, workload, attention)
+        loss = casts_inside(size, workload, attention) if group == "inside" else casts_first
         stored = jax.tree.map(
             lambda x, name=name: jax.ShapeDtypeStruct(x.shape, dtype_of(name)), shapes
         )
@@ -209,7 +211,9 @@ def main():
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of which the first wraps")
     parser.add_argument("--groups", default="", help="such as plain,MultiSteps; default: all")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls of a row and round")
+    parser.add_argument(
+        "--calls", type=int, default=CALLS, help="timed calls of a row and round: times 4"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_one_gpu.json"))
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")

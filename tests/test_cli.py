@@ -393,16 +393,7 @@ def test_audit_gathers_stacked_layers_one_by_one(monkeypatch, capsys, communicat
 
 
 def test_plan_as_json_has_the_printed_numbers_in_bytes(small, capsys):
-    command = (
-        "plan",
-        *small,
-        "--devices",
-        "4",
-        "--accumulate-steps",
-        "2",
-        "--param-dtype",
-        "float32",
-    )
+    command = ("plan", *small, *"--devices 4 --accumulate-steps 2 --param-dtype float32".split())
     peer = ("--communication", "peer", "--grad-reduce-dtype", "float32")
     assert __main__.main([*command, *peer]) == 0
     printed = capsys.readouterr().out

@@ -20,22 +20,23 @@ def of(record):
     return json.loads((RESULTS / f"{record}.json").read_text())["results"]
 
 
-def row(record, name, key="name"):
-    rows = of(record)["rows"]
-    return next(x for x in rows if (x[key] == name if isinstance(name, str) else name(x)))
+def row(record, **wanted):
+    return next(x for x in of(record)["rows"] if wanted.items() <= x.items())
 
 
 def ms(record, name):
-    return row(f"bench_step/{record}", f"unrolled-8/{name}")["ms"]
+    return row(f"bench_step/{record}", name=f"unrolled-8/{name}")["ms"]
 
 
 def tokens(record, name):
-    return row(f"bench_step/{record}", name)["tokens_per_second"]
+    return row(f"bench_step/{record}", name=name)["tokens_per_second"]
 
 
 def exposed(name, *phases):
     """Milliseconds of phases beyond those of the model alone, on two H200s."""
-    pair = (row("bench_step/h200_x2/clipped", f"unrolled-8/{x}")["phases"] for x in (name, "floor"))
+    pair = (
+        row("bench_step/h200_x2/clipped", name=f"unrolled-8/{x}")["phases"] for x in (name, "floor")
+    )
     mine, floor = (
         sum(found.get(phase, {"exposed_ms": 0})["exposed_ms"] for phase in phases) for found in pair
     )
@@ -54,8 +55,7 @@ def waits(name):
 def less_time(tree, record="default"):
     """By how many percent a step of the kernel is shorter than optax's."""
     mine, theirs = (
-        row(f"bench_kernel/h200/{record}", lambda x, v=v: (x["tree"], x["variant"]) == (tree, v))
-        for v in ("float32", "optax.adamw")
+        row(f"bench_kernel/h200/{record}", tree=tree, variant=v) for v in ("float32", "optax.adamw")
     )
     return 100 * (1 - mine["wall_microseconds"] / theirs["wall_microseconds"])
 
@@ -63,12 +63,14 @@ def less_time(tree, record="default"):
 def early_starts():
     """By how many percent optax's step with 1,024 tokens per GPU takes longer with them."""
     name = "unrolled-1/annotated_zero1+first_dim+clip+best_flags"
-    tried = {x["flags"]: x["ms"] for x in row("bench_step/h200_x2/tuned", name)["tried"]}
+    tried = {x["flags"]: x["ms"] for x in row("bench_step/h200_x2/tuned", name=name)["tried"]}
     return 100 * (tried["early"] / tried["none"] - 1)
 
 
 def norm_kernel(record):
-    return row(f"bench_step/h200/{record}", "unrolled-8/optim+float32sum+clip")["phases"]["norm"]
+    return row(f"bench_step/h200/{record}", name="unrolled-8/optim+float32sum+clip")["phases"][
+        "norm"
+    ]
 
 
 def trained(folder):
@@ -92,7 +94,7 @@ def between_seeds():
 
 
 def speed(work):
-    return row("peer_bound/h200_x2/default", work, "work")["gb_per_second"]
+    return row("peer_bound/h200_x2/default", work=work)["gb_per_second"]
 
 
 def more_scanned_tokens(name):

@@ -439,7 +439,9 @@ def test_nothing_of_an_expert_is_copied(request, strategy, is_gpu):
     kwargs |= dict(communication="peer", names=("expert",))
     tx = tx_on(8, **kwargs, sharding_strategy=strategy)
     dense = ("params['b']",), ("params['w']",)
-    sent = jda.plan(PARAMS, tx).collectives
+    planned = jda.plan(PARAMS, tx)
+    sent = planned.collectives
+    assert "reduced gradients" in planned.buffers  # parts are added before the update
     assert {(c.leaves, c.transport) for c in sent} == {(x, "peer") for x in dense}
     step, state = jda.train_step(small_loss, tx), jda.TrainState.shapes(PARAMS, tx)
     found = jda.audit(step, state, jax.ShapeDtypeStruct((64, 128), jnp.float32))
@@ -449,7 +451,7 @@ def test_nothing_of_an_expert_is_copied(request, strategy, is_gpu):
 
 
 @pytest.mark.parametrize("specs", [SPECS, lambda _: SPECS])
-def test_peer_memory_beside_experts_is_used_if_it_is_asked_for(specs):
+def test_auto_leaves_experts_to_xla(specs):
     policy = jda.MixedPrecisionPolicy(grad_reduce_dtype=jnp.float32)
     tx = tx_on(8, policy=policy, names=("expert",), param_specs=specs)
     assert tx.config.transport.why_not_peer.startswith("param_specs")
