@@ -19,6 +19,7 @@ restored from the other.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -173,11 +174,11 @@ def path_of(name: str) -> str:
     """Returns the path of a parameter from the name of one of its arrays; else the name itself.
 
     Example:
-      >>> path_of("main_params['w']"), path_of("opt_state[0].mu['w']")
-      ("params['w']", "opt_state[0].mu['w']")
+      >>> path_of("main_params['w']"), path_of("mu['w'].codes"), path_of("opt_state[0].mu['w']")
+      ("params['w']", "params['w']", "opt_state[0].mu['w']")
     """
     for section in ("main_params", *MOMENTS):
         rest = name.removeprefix(section)
         if rest != name and (not rest or rest[0] in "[."):
-            return f"params{rest}"
+            return f"params{re.sub(r'[.](codes|scales)$', '', rest)}"
     return name

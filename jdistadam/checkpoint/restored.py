@@ -90,8 +90,11 @@ class Request:
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-            left = f"unused=lambda path: path.startswith({parts.path_of(rest[0])!r})"
-            action = f"Restore into such a state, or name what may be left with {left}"
+            condition = self._condition([parts.path_of(name) for name in rest])
+            action = (
+                "Restore into such a state, or name what may be left with "
+                f"unused=lambda path: {condition}"
+            )
             raise TreeError(
                 f"{self.reader.path}: {rest[0]}: in the file, and not in the template: "
                 f"got {rest[0]}{more}, expected a template that has all that was saved. "
@@ -164,7 +167,7 @@ class Request:
         )
 
     def _condition(self, paths: list[str]) -> str:
-        """A condition in Python that holds for paths, and for none that the file has."""
+        """A condition in Python that holds for paths, or ten of them, and for no used ones."""
         found = {parts.path_of(x) for x in self.used} - {*paths}
         begin, end = paths[0], f"[{paths[0].rpartition('[')[2]}"
         while not all(path.startswith(begin) for path in paths):
@@ -173,7 +176,7 @@ class Request:
             return f"path.startswith({begin!r})"
         if all(path.endswith(end) for path in paths) and not any(x.endswith(end) for x in found):
             return f"path.endswith({end!r})"
-        return f"path.startswith({tuple(paths)!r})"
+        return f"path.startswith({tuple(dict.fromkeys(paths))[:10]!r})"
 
     def _check_dtype(self, name: str, entry: Entry, dtype: Any) -> None:
         """Raises DtypeError if a cast to the template's dtype would lose bits."""

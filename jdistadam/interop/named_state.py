@@ -180,7 +180,9 @@ def _names_by_path(names: list[str], rename: Rename, where: Mapping[str, str]) -
         raise TreeError(
             f"{where[missing[0]]}: missing: none of their parameters leads here: got {len(found)} "
             f"of {len(where)} leaves from {len(names)} names {names[:3]}, expected one that rename "
-            f"brings to {missing[0]!r}. Fix rename, or give the optimizer's whole state."
+            f"brings to {missing[0]!r}. Fix rename, or give the optimizer's whole state. A frozen "
+            "parameter that the optimizer did not get can be added: "
+            "theirs.leaves[name] = jda.interop.NamedLeaf(param)."
         )
     return found
 

@@ -8,14 +8,14 @@ Question                                                            train  eval 
 3.  Is it traced? Then only types are asked, and 8 to 10 skipped.   x      x
 4.  Has it values, which were given to no other step?               x      x     x     x
 5.  Is it in the memory that ``state_memory`` says?                 x      x     x
-6.  Is it on this mesh, with the fields of this optimizer?          x      x     f.    f.
+6.  Is it on this mesh, with the fields and the scale of this tx?   x      x     f.    f.
 7.  Has it the layout of this optimizer?                            x      x     x     x
 8.  Do all processes call the same program?                         x      x
 9.  Do its params follow its main parameters?                       x            x
 10. Does it hold an array twice, or share one with the batch?       x
 ==================================================================  =====  ====  ====  ======
 
-"7": it skips this question alone; "f.": only the fields are asked, not the mesh.
+"7": it skips this question alone; "f.": only the fields are asked.
 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
 there is missing in 8, and the others name it. After 8, arrays in other places are copied, and

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdistadam.core import trees
+from jdistadam.core.guards import DynamicLossScale
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed.checks import check_options
+from jdistadam.distributed.checks import CONVERSION, check_options
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.transformation import DistributedTransformation
-from jdistadam.errors import TreeError
+from jdistadam.errors import HyperparameterError, TreeError
 
 _FLAX_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}
 
@@ -41,8 +43,11 @@ def check_structure(
     """Raises TreeError unless ``opt_state``, with ``state`` in it, has the parts of its optimizer.
 
     These are the fields of a distributed state that its options need, and the parts of a chain.
+    Raises HyperparameterError for a loss scale of another option.
     """
     check_options(tx.config, state)
+    if isinstance(scale := getattr(state.scaling, "loss_scale", None), jax.Array | np.ndarray):
+        _check_scale(scale, tx.config.loss_scale)
     specs = tx.state_specs()
     if _has_structure(specs, opt_state):
         return
@@ -65,3 +70,16 @@ def _has_structure(specs: Any, tree: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_scale(scale: Any, option: Any) -> None:
+    """Raises HyperparameterError unless a scale can be one of the option ``loss_scale``."""
+    if isinstance(scale, jax.core.Tracer):
+        return
+    got, is_dynamic = float(scale), isinstance(option, DynamicLossScale)
+    least = float(np.float32(option.min_scale if is_dynamic else option))
+    if got < least or (got > least and not is_dynamic):
+        raise HyperparameterError(
+            "opt_state.scaling.loss_scale: of another loss_scale than that of the optimizer: "
+            f"got {got}, expected {least}{' or more' * is_dynamic}. Convert it: {CONVERSION}."
+        )

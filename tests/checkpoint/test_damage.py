@@ -263,7 +263,7 @@ def test_templates_that_differ_from_the_file_raise(saved):
     of = jda.TrainState.shapes
     cases = [
         (of(wider, tx), tx, jda.ShapeError, r"header.json: params\['a'\]: has another shape in the file: got \(256, 128\), expected shape \(256, 129\)"),
-        (of(fewer, tx), tx, jda.TreeError, r"params\['a'\]: in the file, and not in the template: got params\['a'\] and 3 more"),
+        (of(fewer, tx), tx, jda.TreeError, r"params\['a'\]: in the file, and not in the template: got params\['a'\] and 3 more, .* unused=lambda path: path.startswith\(\"params\['a'\]\"\)\."),
         (of(more, tx), tx, jda.TreeError, r"params\['c'\]: missing in the file"),
         (of(shapes.params, half), half, jda.DtypeError, r"mu\['a'\]: a cast for mu\['a'\] .* got float32, expected bfloat16"),
         (of(shapes.params, no_main), no_main, jda.DtypeError, r"main_params\['a'\]: a cast for params\['a'\]"),
