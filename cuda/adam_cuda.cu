@@ -46,8 +46,8 @@ static_assert(sizeof(LeafTable<Leaf, kSmallTable>) + sizeof(Step) <= 4096);
 static_assert(sizeof(LeafTable<Leaf, kLargeTable>) + sizeof(Step) <= kMaxParameterBytes);
 
 // One element: the tail of a leaf, every element of a misaligned leaf, a vector with a NaN, and all
-// elements of a skipped step. Kernels with sums of squares pass `squares`, here and below; others
-// pass nothing.
+// elements of a skipped step that writes `out` or is measured. Kernels with sums of squares pass
+// `squares`, here and below; others pass nothing.
 template <bool kMayBeCautious, typename... Sums>
 __device__ __noinline__ void StepOne(const Step& step, const Leaf& leaf, size_t i,
                                      Sums*... squares) {

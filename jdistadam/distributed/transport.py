@@ -8,7 +8,7 @@ pairwise in float32, with the same bits as ``grad_reduce_dtype=float32`` over XL
     what                          over peer memory
     ----------------------------  -------------------------------------------------------
     devices                       of one host, along one shard axis; no model axes
-    param_specs                   over no shard axis, and no function; with "peer" both
+    param_specs                   over no shard axis, and no function; "peer" allows both
     sharding_strategy             not "no_shard"
     grad_reduce_dtype             float32
     early_updates                 False, as by default, except with a state in host memory

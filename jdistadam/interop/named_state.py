@@ -27,8 +27,8 @@ class NamedLeaf(NamedTuple):
     """
 
     param: Any
-    mu: Any
-    nu: Any
+    mu: Any = None
+    nu: Any = None
 
 
 class Group(NamedTuple):

@@ -245,7 +245,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
 
     Raises:
       LayoutError: The params have other paths, shapes or dtypes than those of the state.
-      TreeError: The state has not the fields of this optimizer.
+      TreeError: The state lacks fields of this optimizer, or has others.
       MeshError: The state was donated to a step.
 
     Example:

@@ -107,6 +107,16 @@ def test_frozen_leaves_need_no_moments_and_get_none_back():
     for name, leaf in theirs.leaves.items():
         for x, y in zip(leaf, back.leaves[name], strict=True):
             assert x is y is None or assert_same_bits(x, y) is None
+    # torch's optimizer has no frozen parameters: the error says how to add them.
+    exported = interop.to_torch(back)
+    read = interop.from_torch(exported.optimizer, exported.params, exported.names)
+    advice = r"theirs\.leaves\[name\] = jda\.interop\.NamedLeaf\(param\)\."
+    with pytest.raises(jda.TreeError, match=rf"^params\['a'\]\['bias'\]: missing: .*{advice}"):
+        into(read, tx)
+    read.leaves["a.bias"] = interop.NamedLeaf(exported.params["a.bias"])
+    again = into(read, tx)
+    assert_trees_same_bits(jda.full_params(again, tx), jda.full_params(state, tx))
+    assert_trees_same_bits(jda.to_optax_state(again, tx)[1], jda.to_optax_state(state, tx)[1])
 
 
 def test_names_that_rename_maps_to_none_are_left_out():
