@@ -15,8 +15,8 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import CLIPPED_FOUR, RESULTS, clipped_steps, fastest, has, of_host_runs
-from step_bench import model
+from speed_tables import OPTIM, RESULTS, ZERO1, by_tokens_rows, of_host_runs
+from step_bench import model, tables
 from step_bench.budget import bfloat16_shapes
 
 import jdistadam as jda
@@ -51,43 +51,36 @@ def host_steps():
     return figure
 
 
-THROUGHPUT = {  # variants by their first letters, names and colors
-    "torch_fsdp2": ("torch FSDP2, one process per GPU (with 1 sequence it waits for Python)", GRAY),
-    "annotated": ("optax.adamw, its fastest sharding", DARK),
-    "optim": ("jdistadam", BLUE),
+BY_TOKENS = {  # variants, names and colors
+    "floor": ("no optimizer, no communication", "black"),
+    ZERO1: ("optax.adamw, its fastest flags", DARK),
+    OPTIM: ("jdistadam", BLUE),
 }
 
 
-def throughput():
-    """Tokens per second on 1, 2 and 4 GPUs, beside the forward and backward pass alone."""
-    figure, both = plt.subplots(1, 2, figsize=(10, 4.1), layout="constrained")
-    groups = {"unrolled-8": "8 sequences per GPU", "unrolled-1": "1 sequence per GPU"}
-    records = ["h100_x4/clipped_one_gpu", "h100_x4/clipped_two_gpus", *dict(CLIPPED_FOUR)]
-    counts = ["1 GPU", "2 GPUs", "4 GPUs,\n1 process", "4 GPUs,\n4 processes"]
-    for axes, (group, title) in zip(both, groups.items(), strict=True):
-        steps = [clipped_steps(record)[group] for record in records]
-        for kind, (prefix, (label, color)) in enumerate(THROUGHPUT.items()):
-            shown = [(i, rows) for i, rows in enumerate(steps) if has(rows, prefix)]
-            places = [i + 0.27 * (kind - 1) for i, _ in shown]
-            speeds = [fastest(rows, prefix)["tokens_per_second"] / 1e3 for _, rows in shown]
-            axes.bar(places, speeds, 0.25, color=color, label=label)
-            for place, speed in zip(places, speeds, strict=True):
-                at = dict(textcoords="offset points", ha="center", va="top", fontsize=7)
-                axes.annotate(f"{speed:.0f}", (place, speed), (0, -3), color=_text_on(color), **at)
-        for i, rows in enumerate(steps):
-            ideal = rows["floor"]["tokens_per_second"] / 1e3
-            label = "no optimizer, no communication" if i == 0 else None
-            axes.hlines(ideal, i - 0.42, i + 0.42, color="black", linewidth=1.2, label=label)
-        axes.set_xticks(range(len(counts)), counts)
-        axes.set(title=f"GPT of 1.31e9 parameters, {title}", ylabel="thousand tokens per second")
+def by_tokens():
+    """Utilization of two GPUs by tokens per GPU, and percent more tokens/s than optax."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    tokens, of_tokens = zip(*by_tokens_rows(), strict=True)
+    for variant, (label, color) in BY_TOKENS.items():
+        shares = [100 * rows[variant]["model_flops_utilization"] for rows in of_tokens]
+        left.plot(tokens, shares, "o-", color=color, label=label, markersize=4)
+    left.set(ylabel="% of the GPU's bfloat16 FLOP/s", ylim=(0, 60))
+    left.legend(frameon=False, loc="lower right", fontsize="small")
+    gains = [tables.gain(rows[ZERO1], rows[OPTIM]) for rows in of_tokens]
+    ranges = [[abs(x["percent"] - x[f"percent_{end}"]) for x in gains] for end in ("least", "most")]
+    percent = [x["percent"] for x in gains]
+    right.errorbar(tokens, percent, ranges, fmt="o-", color=BLUE, markersize=4, capsize=3)
+    for place, value in zip(tokens, percent, strict=True):
+        right.annotate(f"{value:+.1f} %", (place, value), (6, 6), textcoords="offset points")
+    right.axhline(0, color=GRAY, linewidth=0.8)
+    right.set(ylabel="more tokens/s than optax, %", ylim=(-1, 14), xlim=(850, 50_000))
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [f"{x:,}" for x in tokens])
+        axes.set(xlabel="tokens per GPU and step")
         _bare(axes)
-    handles = both[0].get_legend_handles_labels()
-    figure.legend(*handles, frameon=False, loc="outside lower center", ncols=2, fontsize="small")
     return figure
-
-
-def _text_on(color):
-    return "black" if color == GRAY else "white"
 
 
 BLOCK8 = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic", seed=0)
@@ -342,8 +335,8 @@ PICTURES = {
     "cpu/step_flow": step_flow,
     "cpu/step_timeline": step_timeline,
     "h100/host_steps": host_steps,
-    "h100_x4/throughput": throughput,
     "h100_x4/optax_losses": optax_losses,
+    "h200_x2/by_tokens": by_tokens,
     "h200_x4/strategy_losses": strategy_losses,
 }
 

@@ -79,40 +79,55 @@ def sharded_state() -> str:
 
 
 ZERO3 = "optim_grads_params"
-ONCE = f"{ZERO3}+gathered_once+float32sum+whole_6"
-CLIPPED = (  # record, GPUs
-    ("h200/clipped", "1"),
-    ("h200_x2/clipped", "2"),
-    ("h200_x2/clipped_two_processes", "2 (2 processes)"),
-)
-CLIPPED_FOUR = (
-    ("h100_x4/clipped", "4"),
-    ("h100_x4/clipped_four_processes", "4 (4 processes)"),
-)
-OF_STEPS = {  # variants without "+clip", and their names
+ZERO1, FSDP = "annotated_zero1+first_dim", "annotated_fsdp+first_dim"
+OPTIM, OPTIM_CODED = "optim+float32sum", "optim+block8+float32sum+remainder16"
+ONCE = f"{ZERO3}+float32sum+gathered_once+whole_6"
+FSDP2 = "torch_fsdp2"
+OF_STEPS = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
-    "annotated_zero1": "optax, ZeRO-1 by `NamedSharding`",
-    "annotated_zero1+first_dim": "optax, ZeRO-1 by `NamedSharding`",
-    "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
+    ZERO1: "optax, ZeRO-1 by `NamedSharding`",
+    FSDP: "optax, FSDP by `NamedSharding`",
     "torch_floor": "torch, no optimizer",
-    "torch_fsdp2": "torch: FSDP2, fused AdamW",
-    "optim+float32sum": 'jdistadam, "optim"',
+    FSDP2: "torch: FSDP2, fused AdamW",
+    OPTIM: 'jdistadam, "optim"',
+    OPTIM_CODED: "the same, remainder16, block8",
     ONCE: "jdistadam, gathered once",
     f"{ZERO3}+block_by_block+float32sum": "jdistadam, blocks gathered one by one",
     "optim": 'jdistadam, "optim", sums in bfloat16, XLA\'s collectives',
+    "optim+float32sum+over_xla": "the same, sums in float32",
+    "optim+sent_wide": "the same, sent in float32: the default policy",
+}
+LONG, SHORT = "unrolled-8", "unrolled-1"
+ONE_PROCESS = {
+    LONG: ("h200_x2/ways_8192", "h200_x2/fsdp2"),
+    SHORT: ("h200_x2/ways_1024", "h200_x2/fsdp2"),
+}
+TWO_GPUS = {  # label: records of both workloads
+    "2": ONE_PROCESS,
+    "2 (2 processes)": dict.fromkeys((LONG, SHORT), ("h200_x2/two_processes",)),
+}
+FOUR_GPUS = {
+    "4": dict.fromkeys((LONG, SHORT), ("h100_x4/clipped",)),
+    "4 (4 processes)": dict.fromkeys((LONG, SHORT), ("h100_x4/clipped_four_processes",)),
 }
 
 
 def _variant(name) -> str:
-    return name.replace("+clip", "")
+    """A variant with its modifiers in order, without those that all clipped rows have."""
+    variant, *modifiers = name.split("+")
+    if variant == FSDP2:  # its fastest way is the row
+        return variant
+    return "+".join([variant, *sorted({*modifiers} - {"clip", "best_flags"})])
 
 
-def clipped_steps(record) -> dict[str, dict[str, dict]]:
-    """Rows of a record by workload and variant without "+clip"."""
-    found = {}
-    for group in ("unrolled-8", "unrolled-1"):
-        rows = group_rows(f"bench_step/{record}", group)
-        found[group] = {_variant(name): row for name, row in rows.items()}
+def clipped_steps(records, group) -> dict[str, dict]:
+    """The fastest row of each variant, from some records of a workload."""
+    found: dict[str, dict] = {}
+    for record in records:
+        for name, row in group_rows(f"bench_step/{record}", group).items():
+            key = _variant(name)
+            if row["ms"] < found.get(key, row)["ms"] or key not in found:
+                found[key] = row | {"record": record}
     return found
 
 
@@ -122,111 +137,103 @@ def bytes_of_step(row) -> tuple[int, int]:
     return held, held + row["temporary_bytes"] if held else row["peak_bytes"]
 
 
-def _clipped_cells(of_groups, variant) -> list[str]:
-    """Time, ratio to the floor and tokens/s of both workloads, and memory of the first."""
-    cells = []
-    for rows in of_groups.values():
-        row = rows[variant]
-        ratio = f" ({row['ratio_to_floor']:.3f})"
-        cells += [f"{row['ms']:.1f}{ratio}", f"{row['tokens_per_second']:,.0f}"]
-    return [*cells, f"{bytes_of_step(of_groups['unrolled-8'][variant])[1] / 1e9:.1f}"]
+def _beside(rival, ours, digits=1) -> str:
+    """Percent more tokens/s: the median of the rounds, or of medians of different rounds."""
+    if rival["record"] != ours["record"]:
+        return f"{100 * (rival['ms'] / ours['ms'] - 1):+.{digits}f} %"
+    return f"{tables.gain(rival, ours)['percent']:+.{digits}f} %"
 
 
-def clipped(records) -> str:
-    """One line for each way to step on some GPUs."""
+def _step_cell(rows, variant, rival) -> str:
+    """ms, and percent more tokens/s than the rival."""
+    if variant not in rows:
+        return "-"
+    row = rows[variant]
+    return f"{row['ms']:.1f}" + ("" if variant == rival else f" ({_beside(rows[rival], row)})")
+
+
+def steps(runs) -> str:
+    """One line for each way to step on some GPUs: time and tokens/s beside the fastest optax."""
     table = []
-    for record, gpus in records:
-        of_groups = clipped_steps(record)
+    for gpus, records in runs.items():
+        of_groups = {group: clipped_steps(names, group) for group, names in records.items()}
         for variant, name in OF_STEPS.items():
-            if all(variant in rows for rows in of_groups.values()):
-                table.append((gpus, name, *_clipped_cells(of_groups, variant)))
-    columns = ("GPUs", "step", "8 sequences: ms (ratio)", "tokens/s", "1 sequence: ms (ratio)")
-    return markdown.table((*columns, "tokens/s", "GB, 8 sequences"), table)
+            if any(variant in rows for rows in of_groups.values()):
+                cells = (_step_cell(rows, variant, ZERO1) for rows in of_groups.values())
+                row = of_groups[LONG].get(variant)
+                nbytes = f"{bytes_of_step(row)[1] / 1e9:.1f}" if row else "-"
+                table.append((gpus, name, *cells, nbytes))
+    columns = ("GPUs", "step", "8,192 tokens: ms (tokens/s)", "1,024 tokens: ms (tokens/s)")
+    return markdown.table((*columns, "GB, 8,192 tokens"), table)
 
 
-def by_tokens() -> str:
-    """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
-    found = _results("bench_step/h200_x2/tuned")
-    rows = {row["name"]: row for row in found["rows"]}
-    table = []
-    for gain in found["gains"]:
-        group = gain["row"].split("/")[0]
-        three = [rows[name] for name in (f"{group}/floor", gain["beside"], gain["row"])]
-        rival, ours = three[1:]
-        table.append(
-            (
-                f"{int(group.split('-')[1]) * found['length']:,}",
-                *(f"{row['ms']:.1f}" for row in three),
-                _gain_cell(rival, ours, in_rounds=True),
-                f"{100 * rival['model_flops_utilization']:.1f} / "
-                f"{100 * ours['model_flops_utilization']:.1f}",
-            )
-        )
-    columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
-    return markdown.table((*columns, "% of the GPU's FLOP/s, optax / jdistadam"), table)
+RECORDS_BY_TOKENS = ("ways_1024", "tokens", "ways_8192")
 
 
-def gains() -> str:
-    """How many percent more tokens/s the fastest steps have than rivals; one line per run."""
-    table = []
-    for rival, name in (("annotated", "optax"), ("torch_fsdp2", "torch FSDP2")):
-        for record, gpus in CLIPPED + CLIPPED_FOUR:
-            of_groups = clipped_steps(record).values()
-            if all(has(rows, rival) for rows in of_groups):
-                pairs = [(fastest(rows, rival), fastest(rows, "optim")) for rows in of_groups]
-                cells = (_gain_cell(*pair, in_rounds=rival == "annotated") for pair in pairs)
-                machine = record[:4].upper()
-                table.append((f"{machine}: {gpus}", name, *cells))
-    return markdown.table(("GPUs", "rival", "8 sequences", "1 sequence"), table)
+def by_tokens_rows() -> list[tuple[int, dict[str, dict]]]:
+    """(tokens per GPU, rows by variant) of one process with two GPUs, fewest tokens first."""
+    found = []
+    for record in RECORDS_BY_TOKENS:
+        results = _results(f"bench_step/h200_x2/{record}")
+        groups = dict.fromkeys(row["name"].split("/")[0] for row in results["rows"])
+        for group in groups:
+            tokens = int(group.split("-")[1]) * results["length"]
+            found.append((tokens, clipped_steps((f"h200_x2/{record}",), group)))
+    return sorted(found, key=lambda x: x[0])
 
 
-def _gain_cell(rival, ours, in_rounds) -> str:
-    """By ratios within a round, with their least and most, or by medians of different rounds."""
-    if not in_rounds:
-        return f"{100 * (rival['ms'] / ours['ms'] - 1):+.1f} %"
+def _with_range(rival, ours) -> str:
     found = tables.gain(rival, ours)
     least, most = found["percent_least"], found["percent_most"]
     return f"{found['percent']:+.1f} % ({least:+.1f} to {most:+.1f})"
 
 
+def by_tokens() -> str:
+    """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
+    table = []
+    for tokens, rows in by_tokens_rows():
+        three = [rows[x] for x in ("floor", ZERO1, OPTIM)]
+        shares = (f"{100 * row['model_flops_utilization']:.1f}" for row in three)
+        ms = (f"{row['ms']:.1f}" for row in three)
+        table.append((f"{tokens:,}", *ms, _with_range(*three[1:]), " / ".join(shares)))
+    columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
+    return markdown.table((*columns, "% of the GPU's FLOP/s: the three"), table)
+
+
 SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
-SCANNED_CODED = f"{SCANNED_FLOAT32}{CODED}"
-OF_SCANNED = {  # variants without "+clip", and their names
+SCANNED_CODED = f"{ZERO3}+block8+float32sum+remainder16"
+OF_SCANNED = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
-    "annotated_fsdp+first_dim": "optax, FSDP by `NamedSharding`",
-    "torch_fsdp2+reshard": "torch: FSDP2, fused AdamW",
+    FSDP: "optax, FSDP by `NamedSharding`",
+    FSDP2: "torch: FSDP2, fused AdamW",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3",
     SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
     f"{ZERO3}+block_by_block+float32sum": "jdistadam, ZeRO-3, blocks gathered one by one",
-    f"{ZERO3}+gathered_once+float32sum": "jdistadam, ZeRO-3, gathered once",
+    f"{ZERO3}+float32sum+gathered_once": "jdistadam, ZeRO-3, gathered once",
 }
-SCANNED = (  # record, workload, its name
-    ("scanned", "scanned-8", "1.31e9, 8"),
-    ("scanned", "scanned-1", "1.31e9, 1"),
-    ("large_model", "scanned-8", "6.7e9, 8"),
-    ("large_model_unrolled", "unrolled-8", "6.7e9, 8, unrolled"),
+SCANNED_TWO = (  # record, workload, its name
+    ("h200_x2/scanned", "scanned-8", "8,192"),
+    ("h200_x2/scanned", "scanned-1", "1,024"),
+)
+SCANNED_FOUR = (
+    ("h100_x4/scanned", "scanned-8", "1.31e9, 8"),
+    ("h100_x4/scanned", "scanned-1", "1.31e9, 1"),
+    ("h100_x4/large_model", "scanned-8", "6.7e9, 8"),
+    ("h100_x4/large_model_unrolled", "unrolled-8", "6.7e9, 8, unrolled"),
 )
 
 
-def scanned_rows(record, workload) -> dict[str, dict]:
-    """Rows of scanned layers on four H100s by variant without "+clip"."""
-    rows = group_rows(f"bench_step/h100_x4/{record}", workload)
-    return {_variant(name): row for name, row in rows.items()}
-
-
-def scanned() -> str:
-    """One line for each way to step with scanned layers on four GPUs."""
+def scanned(workloads, first_column) -> str:
+    """One line for each way to step with scanned layers: time, tokens/s beside optax, memory."""
     table = []
-    for record, workload, size in SCANNED:
-        rows = scanned_rows(record, workload)
+    for record, workload, size in workloads:
+        rows = clipped_steps((record,), workload)
         for variant, name in OF_SCANNED.items():
             if row := rows.get(variant):
                 held, needed = (f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(row))
-                ratio = f" ({row['ratio_to_floor']:.3f})" if "ratio_to_floor" in row else ""
-                tokens = f"{row['tokens_per_second']:,.0f}"
                 held = held if "argument_bytes" in row else "-"
-                table.append((size, name, f"{row['ms']:.1f}{ratio}", tokens, held, needed))
-    columns = ("parameters, sequences", "step", "ms (ratio)", "tokens/s")
+                table.append((size, name, _step_cell(rows, variant, FSDP), held, needed))
+    columns = (first_column, "step", "ms (tokens/s)")
     return markdown.table((*columns, "GB between steps", "GB during a step"), table)
 
 
@@ -252,7 +259,7 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
     (
         "one_sequence",
         "unrolled-1",
-        ONCE,
+        f"{ZERO3}+gathered_once+float32sum+whole_6",
         "1 sequence, gathered once",
     ),
     ("one_sequence", "unrolled-1", f"{ZERO3}+block_by_block+float32sum", "1 sequence, blocks"),
@@ -489,50 +496,56 @@ def everyday() -> str:
     return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
-def has(rows, prefix) -> bool:
-    """Whether the variant of a row begins with a prefix."""
-    return any(name.startswith(prefix) for name in rows)
+def _more(records, rival, ours) -> str:
+    """How many percent more tokens/s than a rival, the median of rounds, linked to records.
+
+    ``records``: a record and one of its workloads for each number.
+    """
+    parts: dict[str, list[str]] = {}
+    for record, group in records:
+        rows = clipped_steps((record,), group)
+        parts.setdefault(record, []).append(_beside(rows[rival], rows[ours]))
+    return " and ".join(
+        f"[{' and '.join(found)}](experiments/results/bench_step/{record}.json)"
+        for record, found in parts.items()
+    )
 
 
-def fastest(rows, prefix) -> dict:
-    """The fastest of the rows whose variants begin with a prefix."""
-    return min((x for name, x in rows.items() if name.startswith(prefix)), key=lambda x: x["ms"])
-
-
-def _more(record, rival, ours, groups=("unrolled-8", "unrolled-1")) -> str:
-    """How many percent more tokens/s than a rival, the median of rounds, linked to the record."""
-    parts = []
-    for group in groups:
-        rows = group_rows(f"bench_step/{record}", group)
-        rows = {_variant(name): row for name, row in rows.items()}
-        parts.append(f"{tables.gain(rows[rival], rows[ours])['percent']:+.1f} %")
-    return f"[{' and '.join(parts)}](experiments/results/bench_step/{record}.json)"
-
-
-def _in_step(record, *variants, group="unrolled-8") -> str:
+def _in_step(record, *variants, group=LONG) -> str:
     """GB of a GPU during a step, of some rows."""
-    rows = {_variant(name): row for name, row in group_rows(f"bench_step/{record}", group).items()}
+    rows = clipped_steps((record,), group)
     return " / ".join(f"{bytes_of_step(rows[x])[1] / 1e9:.1f}" for x in variants)
+
+
+def _on_one_gpu() -> tuple[str, str]:
+    """Percent more tokens/s than optax on one H200, and GB of both."""
+    parts, bytes_ = [], []
+    for record, name in zip(ONE_H200, ("scanned", "unrolled"), strict=True):
+        (listed,) = _results(f"bench_one_gpu/{record}")["workloads"].values()
+        rows = {row["name"]: row for row in listed}
+        more = 100 * (1 / rows["plain/step"]["ratio_to_optax"] - 1)
+        parts.append(f"[{more:+.1f} %](experiments/results/bench_one_gpu/{record}.json) {name}")
+        pair = (rows[f"plain/{x}"] for x in ("step", "optax"))
+        bytes_ = [f"{(x['held_bytes'] + x['temporary_bytes']) / 1e9:.1f}" for x in pair]
+    return ", ".join(parts), " / ".join(bytes_)
 
 
 def decision() -> str:
     """Who gains, how much beside optax, and with how many bytes: the first table of README."""
-    first, zero1, optim = "annotated_zero1", "annotated_zero1+first_dim", "optim+float32sum"
-    fsdp, two, four = "annotated_fsdp+first_dim", "h200_x2/tuned", "h100_x4/clipped"
-    best = f"{zero1}+best_flags"
-    processes, scanned = "h100_x4/clipped_four_processes", "h100_x4/scanned"
+    long, short = (("h200_x2/ways_8192", LONG), ("h200_x2/ways_1024", SHORT))
+    four = "h100_x4/clipped_four_processes"
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
     largest = f"[{sizes[0]} parameters on 80 GB]({page})"
-    of_scanned = _more(scanned, fsdp, SCANNED_FLOAT32, ("scanned-8",))
-    large = _more("h100_x4/large_model", fsdp, SCANNED_CODED, ("scanned-8",))
-    over_xla = _more("h100_x4/four_processes", zero1, f"{optim}+over_xla", ("unrolled-8",))
+    scans = [(record, group) for record, group, _ in SCANNED_TWO]
+    large = _more([("h100_x4/large_model", "scanned-8")], FSDP, SCANNED_CODED)
+    over_xla = (_more((long, short), ZERO1, x) for x in ("optim", f"{OPTIM}+over_xla"))
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
     table = [
         (
             "one GPU, and the model fits", "no need: as fast as optax, and as large",
-            _more("h200/clipped", first, optim), _in_step("h200/clipped", optim, first),
+            *_on_one_gpu(),
         ),
         (
             "one GPU, and it does not fit",
@@ -542,24 +555,24 @@ def decision() -> str:
         ),
         (
             "2 to 8 GPUs with NVLink", "**yes**",
-            f"2 H200s: {_more(two, best, optim)}; 4 H100s: "
-            f"{_more(processes, zero1, ONCE)}; 8: not measured",
-            _in_step(two, optim, best) + "; " + _in_step(processes, ONCE, zero1),
+            f"2 H200s: {_more((long, short), ZERO1, OPTIM)}; 4 H100s: "
+            f"{_more([(four, LONG), (four, SHORT)], ZERO1, ONCE)}; 8: not measured",
+            _in_step(long[0], OPTIM, ZERO1) + "; " + _in_step(four, ONCE, ZERO1),
         ),
         (
             "the same, FSDP with scanned layers", "**yes**",
-            f"4 H100s: {of_scanned} beside default compiler flags",
-            _in_step(scanned, SCANNED_FLOAT32, fsdp, group="scanned-8"),
+            f"2 H200s: {_more(scans, FSDP, SCANNED_FLOAT32)}",
+            _in_step(scans[0][0], SCANNED_FLOAT32, FSDP, group="scanned-8"),
         ),
         (
             "the same, 6.7e9 parameters", "**yes**, with 8-bit moments",
             f"4 H100s: {large} beside default flags and float32 moments",
-            _in_step("h100_x4/large_model", SCANNED_CODED, fsdp, group="scanned-8"),
+            _in_step("h100_x4/large_model", SCANNED_CODED, FSDP, group="scanned-8"),
         ),
         (
             "GPUs without NVLink", "for its memory and dtypes",
-            f"not measured; XLA's collectives on 4 H100s: {_more(four, zero1, 'optim')}, or "
-            f"{over_xla} with gradients summed in float32", _in_step(four, "optim", zero1),
+            "not measured; XLA's collectives on 2 H200s: {}, or {} with gradients summed in "
+            "float32".format(*over_xla), _in_step(long[0], "optim", ZERO1),
         ),
         ("several hosts", "not yet: tested on CPUs only", "not measured", "not measured"),
     ]  # fmt: skip

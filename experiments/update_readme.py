@@ -173,12 +173,14 @@ TABLES = {
     "low_precision_speed": speed_tables.low_precision_speed,
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
-    "clipped": lambda: speed_tables.clipped(speed_tables.CLIPPED),
-    "clipped_four": lambda: speed_tables.clipped(speed_tables.CLIPPED_FOUR),
-    "gains": speed_tables.gains,
+    "two_gpus": lambda: speed_tables.steps(speed_tables.TWO_GPUS),
+    "four_gpus": lambda: speed_tables.steps(speed_tables.FOUR_GPUS),
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
-    "scanned": speed_tables.scanned,
+    "scanned_two": lambda: speed_tables.scanned(speed_tables.SCANNED_TWO, "tokens per GPU"),
+    "scanned_four": lambda: speed_tables.scanned(
+        speed_tables.SCANNED_FOUR, "parameters, sequences"
+    ),
     "one_gpu": speed_tables.one_gpu,
     "bytes_on_one_gpu": speed_tables.bytes_on_one_gpu,
     "by_tokens": speed_tables.by_tokens,

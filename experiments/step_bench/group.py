@@ -204,7 +204,9 @@ class Group:
         row = next(row for row in self.rows if row.name == name)
         reference = self.references.get("clip" in row.modifiers)
         # Without main parameters, bfloat16 ones move by whole units in the last place, at random.
-        if reference is None or row.variant == FLOOR or "no_main" in row.modifiers:
+        # Under annotations, "remainder16" starts from bfloat16 values.
+        is_rounded = "no_main" in row.modifiers or {"fused", "remainder16"} <= row.modifiers
+        if reference is None or row.variant == FLOOR or is_rounded:
             return
         variant, losses = self.variants[name], []
         state = variant.start(self.setting.draw())

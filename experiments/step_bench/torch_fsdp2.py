@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import gc
 import json
 import os
 import pathlib
@@ -229,6 +230,8 @@ def measure(size, name, args):
     for variant in args.variants.split(","):
         kind, *modifiers = variant.split("+")
         rows[variant] = {"name": f"{name}/{variant}"}
+        gc.collect()  # the models of other workloads are in cycles
+        torch.cuda.empty_cache()
         try:
             before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
             if kind == "torch_floor":

@@ -30,6 +30,20 @@ def bfloat16(tree):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
+def copies(tree, shardings, dtype=None):
+    """Copies with these shardings of one mesh; device_put sends shards through host memory."""
+    leaves, treedef = jax.tree.flatten(shardings)
+    return _copying(treedef, tuple(leaves), dtype)(tree)
+
+
+@functools.cache  # one program per tree
+def _copying(treedef, shardings, dtype):
+    def make(tree):
+        return jax.tree.map(lambda x: jnp.copy(x) if dtype is None else x.astype(dtype), tree)
+
+    return jax.jit(make, out_shardings=jax.tree.unflatten(treedef, shardings))
+
+
 def placed(tree, shardings, dtype=None):
     """Shapes with shardings."""
     return jax.tree.map(
@@ -75,6 +89,7 @@ class Floor:
 
     def __init__(self, setting, options):
         self.setting, self.place = setting, setting.place
+        self.replicated = jax.tree.map(lambda _: setting.replicated, setting.shapes)
         local = jax.shard_map(
             self._local, mesh=setting.mesh, in_specs=(P(), P("data")), out_specs=P("data"),
             check_vma=False,
@@ -99,12 +114,11 @@ class Floor:
         return jax.tree.map(lambda x: x[None], (loss, grads))
 
     def lower(self):
-        replicated = jax.tree.map(lambda _: self.setting.replicated, self.setting.shapes)
-        params = placed(self.setting.shapes, replicated, jnp.bfloat16)
+        params = placed(self.setting.shapes, self.replicated, jnp.bfloat16)
         return self._jitted.lower(params, self.setting.batch_shape())
 
     def start(self, params):
-        return jax.device_put(bfloat16(params), self.setting.replicated)
+        return copies(params, self.replicated, jnp.bfloat16)
 
     def loss_and_grads(self, params, batch):
         """Both with a leading dimension of devices."""
@@ -143,6 +157,7 @@ class AnnotatedUpdate:
             self.tx, lambda _, s: s, state, self.sharded,
             transform_non_params=lambda _: NamedSharding(mesh, P()),
         )  # fmt: skip
+        self._init = jax.jit(self.tx.init, out_shardings=self.of_state)
         self.shapes = (
             placed(shapes, self.of_params, jnp.bfloat16),
             placed(shapes, self.sharded),
@@ -151,9 +166,9 @@ class AnnotatedUpdate:
 
     def start(self, params):
         """Makes (bfloat16 params, float32 params, optax's state) from float32 params."""
-        main = jax.tree.map(jnp.copy, jax.device_put(params, self.sharded))
-        state = jax.jit(self.tx.init, out_shardings=self.of_state)(main)
-        return jax.device_put(bfloat16(params), self.of_params), main, state
+        main = copies(params, self.sharded)
+        state = self._init(main)
+        return copies(params, self.of_params, jnp.bfloat16), main, state
 
     def shard(self, grads):
         return jax.lax.with_sharding_constraint(grads, self.sharded)
@@ -187,16 +202,17 @@ class FusedUpdate(AnnotatedUpdate):
         # What float32 parameters keep beyond bfloat16 is lost where remainders are kept.
         is_whole = main_params_of(modifiers) == jnp.float32
         self.sharded = self.of_state[1].main_params if is_whole else None
+        self._init = jax.jit(self.tx.init, out_shardings=self.of_state)
         self.shapes = (params, (), placed(state, self.of_state))
 
     def start(self, params):
         """Makes (bfloat16 params, nothing, state) from float32 params."""
-        state = jax.jit(self.tx.init, out_shardings=self.of_state)(bfloat16(params))
-        if self.sharded is None:
-            return jax.device_put(bfloat16(params), self.of_params), (), state
-        main = jax.tree.map(jnp.copy, jax.device_put(params, self.sharded))
-        state = (state[0], state[1]._replace(main_params=main))
-        return jax.device_put(bfloat16(params), self.of_params), (), state
+        narrow = copies(params, self.of_params, jnp.bfloat16)
+        state = self._init(narrow)
+        if self.sharded is not None:
+            main = copies(params, self.sharded)
+            state = (state[0], state[1]._replace(main_params=main))
+        return narrow, (), state
 
     def __call__(self, grads, main, state, params):
         """Returns new (params, nothing, state)."""
@@ -264,7 +280,8 @@ class Annotated:
         return self.program(state, batch)
 
     def main_params(self, state):
-        return state[1] or state[2][1].main_params
+        params, main, state = state
+        return main or jda.main_params(params, state, self.update.tx)
 
 
 def policy_of(modifiers):
@@ -350,6 +367,7 @@ class Ours:
         return self._step.lower(state, self.setting.batch_shape())
 
     def start(self, params):
+        params = copies(params, self.tx.param_shardings(params))
         return jda.TrainState.create(params, self.tx, param_dtypes=jnp.bfloat16)
 
     def step(self, state, batch):
