@@ -196,7 +196,11 @@ class Group:
 
     def _start(self, name):
         """Makes the state of a row, and runs its first step."""
-        self.states[name] = self.variants[name].start(self.setting.draw())
+        params = jax.block_until_ready(self.setting.draw())
+        start = time.perf_counter()
+        self.states[name] = jax.block_until_ready(self.variants[name].start(params))
+        self.records[name]["start_seconds"] = time.perf_counter() - start  # the last time
+        del params
         self._run(name, 1)
 
     def _check(self, name):

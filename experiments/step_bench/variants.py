@@ -367,7 +367,6 @@ class Ours:
         return self._step.lower(state, self.setting.batch_shape())
 
     def start(self, params):
-        params = copies(params, self.tx.param_shardings(params))
         return jda.TrainState.create(params, self.tx, param_dtypes=jnp.bfloat16)
 
     def step(self, state, batch):

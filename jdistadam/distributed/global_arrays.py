@@ -17,10 +17,43 @@ from jdistadam.core import memory, trees
 from jdistadam.errors import TreeError
 
 
+def place(tree: Any, shardings: Any) -> Any:
+    """Returns a tree where ``jax.device_put`` would place it, without going through the host.
+
+    ``device_put`` fetches an array to the host if devices of its mesh need other shards. Between
+    devices, a program moves it. Small arrays take longer to compile than to fetch.
+
+    Args:
+      tree: Arrays.
+      shardings: A sharding, or a tree of them like ``tree``, or like its first levels.
+    """
+    tree = compat.row_major(tree)
+    wanted = jax.tree.broadcast(shardings, tree)
+    return jax.device_put(jax.tree.map(_moved_in_mesh, tree, wanted), wanted)
+
+
+_FETCHED_BYTES = 1 << 20
+
+
+def _moved_in_mesh(x: Any, wanted: Any) -> Any:
+    """An array with another sharding of its mesh; others as they are."""
+    held = None if trees.is_traced(x) else getattr(x, "sharding", None)
+    if not isinstance(held, NamedSharding) or x.nbytes < _FETCHED_BYTES:
+        return x
+    is_in_mesh = (held.mesh, held.memory_kind) == (wanted.mesh, wanted.memory_kind)
+    if not is_in_mesh or held.is_equivalent_to(wanted, x.ndim):
+        return x
+    return jax.jit(_itself, out_shardings=wanted)(x)
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
 def copy_to(tree: Any, sharding: Any) -> Any:
     """Returns copies placed by ``sharding``, which share no memory and have definite types.
 
-    ``device_put`` may return the caller's own buffer as the replica of its device, even with
+    ``place`` may return the caller's own buffer as the replica of its device, even with
     may_alias=False; the results of a jitted copy are never shared with its arguments. A step would
     return a Python number as another type, which would compile the step again. Random keys are
     placed as their words, because ``device_put`` cannot move keys to devices of other processes.
@@ -30,8 +63,7 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
 
     on_device = jax.tree.map(memory.device_sharding, sharding)
-    tree = jax.device_put(compat.row_major(jax.tree.unflatten(treedef, words)), on_device)
-    placed = jax.tree.leaves(tree)
+    placed = jax.tree.leaves(place(jax.tree.unflatten(treedef, words), on_device))
     types = [(*type_of(x), getattr(x, "sharding", None)) for x in placed]
     for some in trees.batches_of_equals(types, _MOST_COPIES):
         copied = _copies([placed[i] for i in some], tuple(kinds[i] for i in some))

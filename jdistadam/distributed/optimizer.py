@@ -33,6 +33,7 @@ from jdistadam.distributed.checks import (
 )
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_arrays import FLAT_ARRAYS, FlatCodes, fields_of
+from jdistadam.distributed.global_arrays import place
 from jdistadam.distributed.layers import as_layers
 from jdistadam.distributed.mesh_axes import make_data_parallel
 from jdistadam.distributed.norms import check_norms
@@ -363,7 +364,7 @@ class _Functions:
             return model_axes.init(config, schedule, self.specs, params)
         specs = global_specs(config, layout, params)
         placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
-        params = jax.device_put(compat.row_major(params), placed)
+        params = place(params, placed)
         is_large = bool(config.on_host) or bucket_leaves.are_many(layout)
         is_apart = is_large and not trees.is_traced(params)
         no_arrays: Any = dict.fromkeys(FLAT_ARRAYS)

@@ -110,6 +110,31 @@ def test_arrays_that_a_state_holds_once_are_not_copied(monkeypatch, axis_type):
     assert numbers == [1]  # the key, onto the mesh
 
 
+@few(2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("spec", [P(None, "data"), P("data"), P()], ids=str)
+@pytest.mark.parametrize("dtypes", [jnp.bfloat16, None], ids=str)
+def test_parameters_move_between_devices_without_the_host(
+    monkeypatch, dtypes, spec, strategy, axis_type
+):
+    """A program has made them, with other shards than those of the state."""
+    tx, expected = make(4, strategy, axis_type=axis_type, param_dtypes=dtypes)
+    where, fetched = NamedSharding(tx.config.mesh, spec), []
+    w = np.sin(np.arange(256.0 * 128, dtype=np.float32)).reshape(256, 128)
+    params = {"w": jax.device_put(w, where), "b": np.ones(3, np.float32)}
+    value = type(params["w"])._value
+    noted = property(lambda x: (fetched.append(x.nbytes), value.fget(x))[1])
+    monkeypatch.setattr(type(params["w"]), "_value", noted)
+    monkeypatch.setattr(global_arrays, "_FETCHED_BYTES", w.nbytes)
+    state = jda.TrainState.create(params, tx, param_dtypes=dtypes)
+    own = tx.init(params)  # of float32 params
+    assert all(nbytes < 1024 for nbytes in fetched)
+    monkeypatch.undo()
+    assert_trees_same_bits(state, expected)
+    assert_trees_same_bits(own, make(4, strategy, axis_type=axis_type)[1].opt_state)
+
+
 def test_a_loop_that_sets_a_rate_or_a_key_waits_for_no_step(monkeypatch):
     """To ask where an array is would wait for the step that makes it."""
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("data",))
