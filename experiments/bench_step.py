@@ -14,9 +14,9 @@ Each workload has a floor: forward and backward pass with each device's own grad
 workload start with the same random weights and tokens, are compared with optax on the floor's
 gradients (step_bench/check.py), and are then timed in turn. If their states do not fit into memory
 together, each turn makes its own. Times are medians of the rounds; ratios to the floor and gains
-beside annotations are within one round. A profiler trace gives phases (step_bench/trace.py),
-compared with those predicted from bytes and bandwidths (step_bench/budget.py). The utilization is
-that of step_bench/flops.py.
+beside annotations are within one round. A profiler trace gives a picture of a step on all GPUs of
+the first process, next to --out, and phases (step_bench/trace.py), compared with those predicted
+from bytes and bandwidths (step_bench/budget.py). The utilization is that of step_bench/flops.py.
 
 Annotations with "best_flags" try up to eight sets of compiler flags (step_bench/rows.py) for a
 moment each. The fastest is the row; the record has all. A row that runs out of memory is left out.
@@ -189,6 +189,9 @@ class Run:
                 predicted = budget.predict(row, group.setting, rates)
                 group.records[row.name]["predicted_ms"] = predicted
         self.add(group.records.values(), () if args.compile_only else group.gains())
+        for name, of_gpus in group.timelines.items() if processes.is_first() else ():
+            image = args.out.with_suffix(f".{name.replace('/', '_')}.png")
+            chart.draw_timeline(of_gpus, name, image)
 
 
 def join_processes(args):

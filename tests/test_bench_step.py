@@ -165,6 +165,11 @@ planes { name: "/device:GPU:0"
   event_metadata { key: 2 value { id: 2 name: "void AdamKernel<float>()" } }
   event_metadata { key: 3 value { id: 3 name: "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL" } }
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } }
+planes { name: "/device:GPU:1"
+  lines { id: 1 name: "Stream #1(Compute)"
+    events { metadata_id: 1 offset_ps: 7000000000 duration_ps: 1000000000 } }
+  event_metadata { key: 1 value { id: 1 name: "TileKernel" } } }
+planes { name: "/device:GPU:2" }
 """
 
 
@@ -175,7 +180,9 @@ def test_phases_of_a_profile(tmp_path):
     profile = jax.profiler.ProfileData.from_serialized_xspace(
         jax.profiler.ProfileData.text_proto_to_serialized_xspace(PROFILE)
     )
-    events = trace.events_of(profile, trace.op_names(hlo))
+    of_gpus = trace.events_of(profile, trace.op_names(hlo))
+    assert [len(events) for events in of_gpus.values()] == [3, 1]
+    events = of_gpus[0]
     found = trace.phases(events, steps=2)
     assert {k: (v["exposed_ms"], v["overlapped_ms"]) for k, v in found.items()} == {
         "model": (2.0, 0.0),
@@ -195,6 +202,11 @@ def test_phases_of_a_profile(tmp_path):
     image = tmp_path / "phases.png"
     assert not chart.draw([{"name": "a/b"}], image) and not image.exists()
     assert chart.draw([row, row], image) and image.stat().st_size > 5000
+    last = trace.last_step(of_gpus, steps=2)  # of 8 ms, which GPU 1 ends
+    assert [x[:3] for x in last[0]] == [(-1, 1, "reduce-scatter"), (2, 3, "update")]
+    assert [x[:3] for x in last[1]] == [(3, 4, "norm")]
+    chart.draw_timeline(last, "a/b", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

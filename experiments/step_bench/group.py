@@ -52,6 +52,7 @@ class Group:
         }
         self.programs = {row.name: {} for row in rows}
         self.states, self.data, self.references = {}, {}, {}
+        self.timelines = {}  # of rows with a trace: the last step of every GPU
         self.keeps_states = True
         parameters = sum(x.size for x in jax.tree.leaves(self.setting.shapes))
         self.records = {row.name: {"name": row.name, "parameters": parameters} for row in rows}
@@ -338,10 +339,12 @@ class Group:
         if name not in self.states:
             self._start(name)
         origins = trace.op_names(self.variants[name].program.as_text())
-        events = trace.events_of(trace.record(lambda: self._run(name, steps)), origins)
-        if events:
-            self.records[name]["phases"] = trace.phases(events, steps)
-            self.records[name]["longest"] = trace.longest(events, steps)
+        of_gpus = trace.events_of(trace.record(lambda: self._run(name, steps)), origins)
+        if of_gpus:
+            first, *others = (trace.phases(events, steps) for events in of_gpus.values())
+            self.records[name] |= {"phases": first, "phases_of_other_gpus": others}
+            self.records[name]["longest"] = trace.longest(next(iter(of_gpus.values())), steps)
+            self.timelines[name] = trace.last_step(of_gpus, steps)
         else:
             print(f"  {name}: the profiler recorded no kernels", flush=True)
         if not self.keeps_states:

@@ -229,7 +229,7 @@ def measure(size, name, args):
     steps, rows = {}, {}
     for variant in args.variants.split(","):
         kind, *modifiers = variant.split("+")
-        rows[variant] = {"name": f"{name}/{variant}"}
+        rows[variant] = {"name": f"{name}/{variant}", "torch": torch.__version__}
         gc.collect()  # the models of other workloads are in cycles
         torch.cuda.empty_cache()
         try:

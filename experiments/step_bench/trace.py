@@ -69,18 +69,20 @@ def record(run):
 
 
 def events_of(profile, origins):
-    """(start, end, phase, name) in ms of the first GPU's activity; empty without a GPU."""
-    found = []
+    """By GPU of this process, (start, end, phase, name) in ms of one clock; empty without a GPU."""
+    of_gpus = {}
     for plane in profile.planes:
-        if plane.name != "/device:GPU:0":
+        if not (gpu := re.fullmatch(r"/device:GPU:(\d+)", plane.name)):
             continue
+        found = []
         for line in (line for line in plane.lines if "Stream" in line.name):
             for event in line.events:
                 instruction = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
                 phase = phase_of(event.name, instruction, origins)
                 end = event.start_ns + event.duration_ns
                 found.append((event.start_ns / 1e6, end / 1e6, phase, event.name))
-    return sorted(found)
+        of_gpus[int(gpu[1])] = sorted(found)
+    return {gpu: of_gpus[gpu] for gpu in sorted(of_gpus) if of_gpus[gpu]}
 
 
 def phases(events, steps):
@@ -111,6 +113,17 @@ def phases(events, steps):
     }
     return found | {
         "idle": {"exposed_ms": exposed["idle"] / steps, "overlapped_ms": 0.0, "kernels": 0}
+    }
+
+
+def last_step(of_gpus, steps):
+    """The events of the last of so many equal steps, from 0 ms on."""
+    begin = min(events[0][0] for events in of_gpus.values())
+    end = max(event[1] for events in of_gpus.values() for event in events)
+    first = end - (end - begin) / steps
+    return {
+        gpu: [(start - first, stop - first, *rest) for start, stop, *rest in events if stop > first]
+        for gpu, events in of_gpus.items()
     }
 
 
