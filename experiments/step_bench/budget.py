@@ -69,7 +69,8 @@ def predict(row, setting, rates):
             phase = "peer copies" if c.transport == "peer" else c.op
             seconds = c.bytes_sent / rates.get(phase, rates["all-gather"])
             phases[phase] = phases.get(phase, 0.0) + seconds
-    if row.variant == "annotated_fsdp" and "all-gather" in phases:
+    gathers_in_passes = row.variant == "annotated_fsdp" and "gathered_once" not in row.modifiers
+    if gathers_in_passes and "all-gather" in phases:
         phases["all-gather"] *= micro * (2 if _gathers_again(row) else 1)  # ours: once per step
     sizes = kernel_bytes(config, schedule)
     if row.variant not in STRATEGIES and "clip" not in row.modifiers:

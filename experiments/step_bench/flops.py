@@ -4,8 +4,8 @@ import jax
 
 from step_bench import model
 
-PEAKS = {"H100": 989.4e12, "H200": 989.4e12}
-"""Dense bfloat16 products per second of an SXM module, by NVIDIA's data sheets."""
+PEAKS = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12}
+"""Dense bfloat16 FLOPs per second of the SXM modules, by NVIDIA's data sheets; others have less."""
 
 FORMULA = (
     "model_flops_utilization = tokens_per_second * flops_per_token / (GPUs * peak); "
@@ -27,7 +27,7 @@ def per_token(size):
 
 def peak_of(device_kind):
     """FLOPs per second of a GPU such as "NVIDIA H100 80GB HBM3", None if it is not known."""
-    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+    return PEAKS.get(device_kind)
 
 
 def describe(size, device_kind):

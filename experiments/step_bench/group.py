@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import hashlib
+import re
 import statistics
 import time
 
@@ -15,7 +17,8 @@ from step_bench.rows import ANNOTATED, FLOOR, STRATEGIES
 from step_bench.tables import gain
 
 TURN_SECONDS, MOST_STEPS = 0.7, 200
-TRIAL_SECONDS, TRIAL_TURNS = 0.25, 3  # for each of the flags that a row tries
+TRIAL_SECONDS, TRIAL_TURNS = 0.5, 4  # for each of the flags that a row tries
+FINALISTS, CLOSE = 3, 1.03  # so many flags that are so close to the fastest take part in the rounds
 
 
 class Group:
@@ -98,6 +101,7 @@ class Group:
             for name in sorted(others, key=lambda name: -len(self.tried[name])):
                 self._submit(pool, name, lowered[name])
         for name in [*self.variants]:
+            self._drop_equal(name)
             if self.programs[name]:
                 self._take(name, next(iter(self.programs[name])))
             else:
@@ -138,6 +142,16 @@ class Group:
             f"temporary {memory.temp_size_in_bytes / 1e9:6.2f} GB",
             flush=True,
         )
+
+    def _drop_equal(self, name):
+        """Leaves out flags that change nothing, so that no program is timed twice."""
+        first = {}
+        for flags, program in [*self.programs[name].items()]:
+            text = re.sub(r", metadata=\{[^{}]*\}", "", program.as_text())
+            same = first.setdefault(hashlib.sha256(text.encode()).hexdigest(), flags)
+            if same != flags:
+                self.tried[name][flags]["same_as"] = same
+                del self.programs[name][flags]
 
     def _take(self, name, flags):
         """Makes one of its programs that of a row."""
@@ -254,7 +268,7 @@ class Group:
         return int(processes.of_first(min(max(least, wanted), MOST_STEPS)))
 
     def choose(self, name):
-        """Times the programs of a row in turn, and takes the fastest."""
+        """Times the programs of a row in turn, takes the fastest, and keeps those close to it."""
         programs, times, steps = self.programs[name], {}, None
         if len(programs) > 1:
             for i in range(TRIAL_TURNS):
@@ -274,9 +288,11 @@ class Group:
             self.states.pop(name, None)
         if not programs:
             raise RuntimeError("all flags failed")
-        best = min(programs, key=lambda flags: self.tried[name][flags].get("ms", 0.0))
+        found = {flags: self.tried[name][flags].get("ms", 0.0) for flags in programs}
+        best, *others = sorted(found, key=found.get)
         self._take(name, best)
-        for flags in programs.keys() - {best}:
+        last = [x for x in others if found[x] <= CLOSE * found[best]][: FINALISTS - 1]
+        for flags in programs.keys() - {best, *last}:
             del programs[flags]
 
     def measure(self, rounds, traced_steps, limit):
@@ -295,13 +311,18 @@ class Group:
             with self._dropping(name):
                 self._check(name)
                 steps[name] = self._steps(TURN_SECONDS, self._turn(name, 2))
-                times[name] = []
+                times[name] = {flags: [] for flags in self.programs[name]}
         logs = self.on_gpu and processes.is_first()
         with power.PowerLog() if logs else contextlib.nullcontext() as log:
             for i in range(rounds):
-                for name in [*self.variants][:: (-1) ** i]:
+                turns = [(name, flags) for name in self.variants for flags in self.programs[name]]
+                for name, flags in turns[:: (-1) ** i]:
+                    if name not in self.variants:  # another of its programs has failed
+                        continue
                     with self._dropping(name):
-                        times[name].append(1e3 * self._turn(name, steps[name]))
+                        self.variants[name].program = self.programs[name][flags]
+                        times[name][flags].append(1e3 * self._turn(name, steps[name]))
+        times = {name: self._best_of_rounds(name, times[name]) for name in self.variants}
         for name in self.variants:
             self.records[name] |= self._timed(times[name], times.get(self.floor))
             rounds_of_all = processes.of_all(times[name])
@@ -310,6 +331,17 @@ class Group:
         for name in [*self.variants] if self.on_gpu and traced_steps else ():
             with self._dropping(name):
                 self._trace(name, traced_steps)
+
+    def _best_of_rounds(self, name, times):
+        """Takes the program with the least median of its rounds, and returns these."""
+        if len(times) > 1:
+            for flags, found in times.items():
+                self.tried[name][flags]["rounds_ms"] = found
+            medians = {x: processes.of_first(statistics.median(times[x])) for x in times}
+            self._take(name, min(medians, key=medians.get))
+            return times[self.records[name]["flags"]]
+        (found,) = times.values()
+        return found
 
     def _timed(self, times, floors):
         """Ratios within one round: other rounds had other clocks of the GPU."""

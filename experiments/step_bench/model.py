@@ -176,9 +176,10 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None, place=l
       gather: Makes unsharded parameters of a layer from the scan's, or from a block's and from the
         values that must be known ``after``.
       remat_policy: What a block may keep for the backward pass; None: everything.
-      place: Tells XLA how an activation is sharded, if that is not known.
+      place: Tells XLA how an activation is sharded, if that is not known: inside of blocks, too,
+        or XLA sends activations where they are smaller than weights.
     """
-    apply = functools.partial(_block, size=size, attention=attention)
+    apply = functools.partial(_block, size=size, attention=attention, place=place)
 
     def body(x, layer, **kwargs):
         return place(apply(x, layer if gather is None else gather(layer, **kwargs))), None
@@ -220,19 +221,19 @@ def _rotated(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _block(x, w, size, attention):
+def _block(x, w, size, attention, place):
     batch, length, width = x.shape
-    qkv = (_norm(x, w["ln1"]) @ w["qkv"]).reshape(batch, length, -1, size.head_width)
+    qkv = place(_norm(x, w["ln1"]) @ w["qkv"]).reshape(batch, length, -1, size.head_width)
     kv_heads = size.kv_heads or size.heads
     q, k, v = jnp.split(qkv, (size.heads, size.heads + kv_heads), axis=HEADS_AXIS)
     if size.is_llama:
         q, k = _rotated(q), _rotated(k)
     h = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    x = x + h.reshape(batch, length, width) @ w["out"]
-    h = _norm(x, w["ln2"]) @ w["up"]
+    x = x + place(place(h.reshape(batch, length, width)) @ w["out"])
+    h = place(_norm(x, w["ln2"]) @ w["up"])
     if size.is_llama:
         gate, h = jnp.split(h, 2, axis=-1)
-        h = jax.nn.silu(gate) * h
+        h = place(jax.nn.silu(gate) * h)
     else:
-        h = jax.nn.gelu(h)
-    return x + h @ w["down"]
+        h = place(jax.nn.gelu(h))
+    return x + place(h @ w["down"])

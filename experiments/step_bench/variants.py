@@ -224,7 +224,7 @@ class Annotated:
     """One program for all devices, sharded by annotations, as a user of JAX writes it."""
 
     def __init__(self, setting, is_fsdp, modifiers, options):
-        self.setting = setting
+        self.setting, self.gathers_once = setting, "gathered_once" in modifiers
         clips = "clip" in modifiers
         if "fused" in modifiers:
             self.update = FusedUpdate(setting.shapes, setting.mesh, modifiers)
@@ -245,6 +245,8 @@ class Annotated:
 
     def _step(self, train_state, batch):
         params, main, state = train_state
+        if self.gathers_once:  # XLA runs the first products beside the gathers of later ones
+            params = jax.lax.with_sharding_constraint(params, self.setting.replicated)
         value_and_grad = jax.value_and_grad(self._loss)
         micro = self.setting.workload.accumulate_steps
         if micro == 1:
