@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import OPTIM, RESULTS, ZERO1, by_tokens_rows, of_host_runs
+from speed_tables import OPTIM, RESULTS, by_tokens_rows, of_host_runs, rival_of
 from step_bench import model, tables
 from step_bench.budget import bfloat16_shapes
 
@@ -51,23 +51,23 @@ def host_steps():
     return figure
 
 
-BY_TOKENS = {  # variants, names and colors
-    "floor": ("no optimizer, no communication", "black"),
-    ZERO1: ("optax.adamw, its fastest flags", DARK),
-    OPTIM: ("jdistadam", BLUE),
-}
-
-
 def by_tokens():
     """Utilization of two GPUs by tokens per GPU, and percent more tokens/s than optax."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     tokens, of_tokens = zip(*by_tokens_rows(), strict=True)
-    for variant, (label, color) in BY_TOKENS.items():
-        shares = [100 * rows[variant]["model_flops_utilization"] for rows in of_tokens]
+    rivals, ours = ([rows[x(rows)] for rows in of_tokens] for x in (rival_of, lambda _: OPTIM))
+    floors = [rows["floor"] for rows in of_tokens]
+    lines = (
+        (floors, "no optimizer, no communication", "black"),
+        (rivals, "optax.adamw, its fastest flags", DARK),
+        (ours, "jdistadam", BLUE),
+    )
+    for rows, label, color in lines:
+        shares = [100 * row["model_flops_utilization"] for row in rows]
         left.plot(tokens, shares, "o-", color=color, label=label, markersize=4)
     left.set(ylabel="% of the GPU's bfloat16 FLOP/s", ylim=(0, 60))
     left.legend(frameon=False, loc="lower right", fontsize="small")
-    gains = [tables.gain(rows[ZERO1], rows[OPTIM]) for rows in of_tokens]
+    gains = [tables.gain(*pair) for pair in zip(rivals, ours, strict=True)]
     ranges = [[abs(x["percent"] - x[f"percent_{end}"]) for x in gains] for end in ("least", "most")]
     percent = [x["percent"] for x in gains]
     right.errorbar(tokens, percent, ranges, fmt="o-", color=BLUE, markersize=4, capsize=3)

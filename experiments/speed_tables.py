@@ -80,22 +80,23 @@ def sharded_state() -> str:
 
 ZERO3 = "optim_grads_params"
 ZERO1, FSDP = "annotated_zero1+first_dim", "annotated_fsdp+first_dim"
+OPTAX_ONCE = f"{FSDP}+gathered_once"
 OPTIM, OPTIM_CODED = "optim+float32sum", "optim+block8+float32sum+remainder16"
 ONCE = f"{ZERO3}+float32sum+gathered_once+whole_6"
 FSDP2 = "torch_fsdp2"
 OF_STEPS = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     ZERO1: "optax, ZeRO-1 by `NamedSharding`",
-    FSDP: "optax, FSDP by `NamedSharding`",
+    OPTAX_ONCE: "optax, FSDP by `NamedSharding`, gathered once",
     "torch_floor": "torch, no optimizer",
     FSDP2: "torch: FSDP2, fused AdamW",
     OPTIM: 'jdistadam, "optim"',
-    OPTIM_CODED: "the same, remainder16, block8",
+    OPTIM_CODED: 'jdistadam, "optim", remainder16, block8',
     ONCE: "jdistadam, gathered once",
     f"{ZERO3}+block_by_block+float32sum": "jdistadam, blocks gathered one by one",
-    "optim": 'jdistadam, "optim", sums in bfloat16, XLA\'s collectives',
-    "optim+float32sum+over_xla": "the same, sums in float32",
-    "optim+sent_wide": "the same, sent in float32: the default policy",
+    "optim": 'jdistadam, "optim", XLA\'s collectives: sent and summed in bfloat16',
+    "optim+float32sum+over_xla": 'jdistadam, "optim", XLA\'s collectives: summed in float32',
+    "optim+sent_wide": 'jdistadam, "optim", default policy: sent and summed in float32',
 }
 LONG, SHORT = "unrolled-8", "unrolled-1"
 ONE_PROCESS = {
@@ -121,13 +122,22 @@ def _variant(name) -> str:
 
 
 def clipped_steps(records, group) -> dict[str, dict]:
-    """The fastest row of each variant, from some records of a workload."""
+    """Clipped steps and floors of a workload: of each variant the fastest, with its "batch".
+
+    Rows of one batch, which begins with a floor, were timed in the same rounds.
+    """
     found: dict[str, dict] = {}
     for record in records:
-        for name, row in group_rows(f"bench_step/{record}", group).items():
+        batch = 0
+        for row in _results(f"bench_step/{record}")["rows"]:
+            of, name = row["name"].split("/")
+            batch += name.endswith("floor")
+            is_shown = name.endswith("floor") or "clip" in name.split("+")
             key = _variant(name)
-            if row["ms"] < found.get(key, row)["ms"] or key not in found:
-                found[key] = row | {"record": record}
+            if of == group and is_shown and "ms" in row:
+                if key not in found or row["ms"] < found[key]["ms"]:
+                    run = f"{record}, torch" if key.startswith("torch") else record
+                    found[key] = row | {"batch": (run, batch)}
     return found
 
 
@@ -137,19 +147,30 @@ def bytes_of_step(row) -> tuple[int, int]:
     return held, held + row["temporary_bytes"] if held else row["peak_bytes"]
 
 
-def _beside(rival, ours, digits=1) -> str:
-    """Percent more tokens/s: the median of the rounds, or of medians of different rounds."""
-    if rival["record"] != ours["record"]:
-        return f"{100 * (rival['ms'] / ours['ms'] - 1):+.{digits}f} %"
-    return f"{tables.gain(rival, ours)['percent']:+.{digits}f} %"
+def _beside(rival, ours) -> str:
+    """Percent more tokens/s: by the rounds, or by ratios to the floors of two batches."""
+    if rival["batch"] == ours["batch"]:
+        percent = tables.gain(rival, ours)["percent"]
+    elif rival["batch"][0] == ours["batch"][0]:
+        percent = 100 * (rival["ratio_to_floor"] / ours["ratio_to_floor"] - 1)
+    else:
+        return ""  # other runs are not compared
+    return f"{percent:+.1f} %"
 
 
-def _step_cell(rows, variant, rival) -> str:
-    """ms, and percent more tokens/s than the rival."""
+def rival_of(rows) -> str:
+    """The variant of optax's fastest step."""
+    return min((x for x in rows if x.startswith("annotated")), key=lambda x: rows[x]["ms"])
+
+
+def _step_cell(rows, variant) -> str:
+    """ms, and percent more tokens/s than optax's fastest step."""
     if variant not in rows:
         return "-"
+    rival = rival_of(rows)
     row = rows[variant]
-    return f"{row['ms']:.1f}" + ("" if variant == rival else f" ({_beside(rows[rival], row)})")
+    more = _beside(rows[rival], row) if variant != rival else ""
+    return f"{row['ms']:.1f}" + (f" ({more})" if more else "")
 
 
 def steps(runs) -> str:
@@ -159,7 +180,7 @@ def steps(runs) -> str:
         of_groups = {group: clipped_steps(names, group) for group, names in records.items()}
         for variant, name in OF_STEPS.items():
             if any(variant in rows for rows in of_groups.values()):
-                cells = (_step_cell(rows, variant, ZERO1) for rows in of_groups.values())
+                cells = (_step_cell(rows, variant) for rows in of_groups.values())
                 row = of_groups[LONG].get(variant)
                 nbytes = f"{bytes_of_step(row)[1] / 1e9:.1f}" if row else "-"
                 table.append((gpus, name, *cells, nbytes))
@@ -192,12 +213,15 @@ def by_tokens() -> str:
     """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
     table = []
     for tokens, rows in by_tokens_rows():
-        three = [rows[x] for x in ("floor", ZERO1, OPTIM)]
+        three = [rows[x] for x in ("floor", rival_of(rows), OPTIM)]
         shares = (f"{100 * row['model_flops_utilization']:.1f}" for row in three)
         ms = (f"{row['ms']:.1f}" for row in three)
-        table.append((f"{tokens:,}", *ms, _with_range(*three[1:]), " / ".join(shares)))
+        nbytes = (f"{bytes_of_step(row)[1] / 1e9:.1f}" for row in three[1:])
+        gain = _with_range(*three[1:])
+        table.append((f"{tokens:,}", *ms, gain, " / ".join(shares), " / ".join(nbytes)))
     columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
-    return markdown.table((*columns, "% of the GPU's FLOP/s: the three"), table)
+    units = ("% of the GPU's FLOP/s: the three", "GB in a step: optax / jdistadam")
+    return markdown.table((*columns, *units), table)
 
 
 SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
@@ -205,6 +229,7 @@ SCANNED_CODED = f"{ZERO3}+block8+float32sum+remainder16"
 OF_SCANNED = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     FSDP: "optax, FSDP by `NamedSharding`",
+    OPTAX_ONCE: "the same, gathered once",
     FSDP2: "torch: FSDP2, fused AdamW",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3",
     SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
@@ -213,11 +238,9 @@ OF_SCANNED = {  # variants, as _variant writes them, and their names
 }
 SCANNED_TWO = (  # record, workload, its name
     ("h200_x2/scanned", "scanned-8", "8,192"),
-    ("h200_x2/scanned", "scanned-1", "1,024"),
 )
 SCANNED_FOUR = (
     ("h100_x4/scanned", "scanned-8", "1.31e9, 8"),
-    ("h100_x4/scanned", "scanned-1", "1.31e9, 1"),
     ("h100_x4/large_model", "scanned-8", "6.7e9, 8"),
     ("h100_x4/large_model_unrolled", "unrolled-8", "6.7e9, 8, unrolled"),
 )
@@ -232,7 +255,7 @@ def scanned(workloads, first_column) -> str:
             if row := rows.get(variant):
                 held, needed = (f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(row))
                 held = held if "argument_bytes" in row else "-"
-                table.append((size, name, _step_cell(rows, variant, FSDP), held, needed))
+                table.append((size, name, _step_cell(rows, variant), held, needed))
     columns = (first_column, "step", "ms (tokens/s)")
     return markdown.table((*columns, "GB between steps", "GB during a step"), table)
 
@@ -263,7 +286,6 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
         "1 sequence, gathered once",
     ),
     ("one_sequence", "unrolled-1", f"{ZERO3}+block_by_block+float32sum", "1 sequence, blocks"),
-    ("one_sequence", "unrolled-1", "annotated_fsdp+first_dim", "1 sequence, optax with FSDP"),
     ("loops", "scanned-8", "floor", "scanned layers: forward and backward pass alone"),
     ("loops", "scanned-8", f"{ZERO3}+float32sum", "scanned layers"),
     ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, optax with FSDP"),
@@ -293,7 +315,6 @@ PROCESSES = (  # variant, its name
     ("optim+float32sum", '"optim"'),
     (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks unsharded"),
     ("annotated_zero1+first_dim", "optax with ZeRO-1"),
-    ("annotated_fsdp+first_dim", "optax with FSDP"),
 )
 
 
@@ -496,38 +517,40 @@ def everyday() -> str:
     return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
-def _more(records, rival, ours) -> str:
-    """How many percent more tokens/s than a rival, the median of rounds, linked to records.
+def _more(records, ours) -> str:
+    """How many percent more tokens/s than optax's fastest step, linked to records.
 
     ``records``: a record and one of its workloads for each number.
     """
     parts: dict[str, list[str]] = {}
     for record, group in records:
         rows = clipped_steps((record,), group)
-        parts.setdefault(record, []).append(_beside(rows[rival], rows[ours]))
+        parts.setdefault(record, []).append(_beside(rows[rival_of(rows)], rows[ours]))
     return " and ".join(
         f"[{' and '.join(found)}](experiments/results/bench_step/{record}.json)"
         for record, found in parts.items()
     )
 
 
-def _in_step(record, *variants, group=LONG) -> str:
-    """GB of a GPU during a step, of some rows."""
+def _in_step(record, ours, group=LONG) -> str:
+    """GB of a GPU during a step: ours, and optax's fastest."""
     rows = clipped_steps((record,), group)
-    return " / ".join(f"{bytes_of_step(rows[x])[1] / 1e9:.1f}" for x in variants)
+    pair = (rows[x] for x in (ours, rival_of(rows)))
+    return " / ".join(f"{bytes_of_step(row)[1] / 1e9:.1f}" for row in pair)
 
 
 def _on_one_gpu() -> tuple[str, str]:
     """Percent more tokens/s than optax on one H200, and GB of both."""
-    parts, bytes_ = [], []
+    parts, sizes = [], []
     for record, name in zip(ONE_H200, ("scanned", "unrolled"), strict=True):
         (listed,) = _results(f"bench_one_gpu/{record}")["workloads"].values()
         rows = {row["name"]: row for row in listed}
         more = 100 * (1 / rows["plain/step"]["ratio_to_optax"] - 1)
         parts.append(f"[{more:+.1f} %](experiments/results/bench_one_gpu/{record}.json) {name}")
         pair = (rows[f"plain/{x}"] for x in ("step", "optax"))
-        bytes_ = [f"{(x['held_bytes'] + x['temporary_bytes']) / 1e9:.1f}" for x in pair]
-    return ", ".join(parts), " / ".join(bytes_)
+        gb = (f"{(x['held_bytes'] + x['temporary_bytes']) / 1e9:.1f}" for x in pair)
+        sizes.append(" / ".join(gb))
+    return ", ".join(parts) + "; without a clip", "; ".join(sizes)
 
 
 def decision() -> str:
@@ -538,9 +561,8 @@ def decision() -> str:
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
     largest = f"[{sizes[0]} parameters on 80 GB]({page})"
-    scans = [(record, group) for record, group, _ in SCANNED_TWO]
-    large = _more([("h100_x4/large_model", "scanned-8")], FSDP, SCANNED_CODED)
-    over_xla = (_more((long, short), ZERO1, x) for x in ("optim", f"{OPTIM}+over_xla"))
+    scan, large = (("h200_x2/scanned", "scanned-8"), ("h100_x4/large_model", "scanned-8"))
+    over_xla = (_more((long, short), x) for x in ("optim", f"{OPTIM}+over_xla"))
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
     table = [
         (
@@ -554,25 +576,28 @@ def decision() -> str:
             f"{largest}; {sizes[1]} with optax in float32", peaks,
         ),
         (
-            "2 to 8 GPUs with NVLink", "**yes**",
-            f"2 H200s: {_more((long, short), ZERO1, OPTIM)}; 4 H100s: "
-            f"{_more([(four, LONG), (four, SHORT)], ZERO1, ONCE)}; 8: not measured",
-            _in_step(long[0], OPTIM, ZERO1) + "; " + _in_step(four, ONCE, ZERO1),
+            "2 or 4 GPUs with NVLink", "**yes**",
+            f"2 H200s: {_more((long, short), OPTIM)}; 4 H100s: "
+            f"{_more([(four, LONG), (four, SHORT)], OPTIM)}",
+            _in_step(long[0], OPTIM),
         ),
         (
             "the same, FSDP with scanned layers", "**yes**",
-            f"2 H200s: {_more(scans, FSDP, SCANNED_FLOAT32)}",
-            _in_step(scans[0][0], SCANNED_FLOAT32, FSDP, group="scanned-8"),
+            f"2 H200s: {_more([scan], SCANNED_FLOAT32)}",
+            _in_step(scan[0], SCANNED_FLOAT32, group="scanned-8"),
         ),
         (
             "the same, 6.7e9 parameters", "**yes**, with 8-bit moments",
-            f"4 H100s: {large} beside default flags and float32 moments",
-            _in_step("h100_x4/large_model", SCANNED_CODED, FSDP, group="scanned-8"),
+            f"4 H100s: {_more([large], SCANNED_CODED)}, with float32 moments "
+            f"{_more([large], SCANNED_FLOAT32)}",
+            "{}, with float32 moments {}".format(
+                *(_in_step(large[0], x, "scanned-8") for x in (SCANNED_CODED, SCANNED_FLOAT32))
+            ),
         ),
         (
-            "GPUs without NVLink", "for its memory and dtypes",
+            "GPUs without NVLink, or 8 with it", "for its memory and dtypes",
             "not measured; XLA's collectives on 2 H200s: {}, or {} with gradients summed in "
-            "float32".format(*over_xla), _in_step(long[0], "optim", ZERO1),
+            "float32".format(*over_xla), _in_step(long[0], "optim"),
         ),
         ("several hosts", "not yet: tested on CPUs only", "not measured", "not measured"),
     ]  # fmt: skip

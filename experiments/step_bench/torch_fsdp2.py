@@ -33,9 +33,10 @@ from torch.utils.checkpoint import (
 from step_bench.model import CHECKPOINTS, ROTARY_BASE, SIZES, Workload
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS = 4
+TURN_SECONDS, LEAST_STEPS, MOST_STEPS = 0.7, 3, 200  # as in group.py
 VARIANTS = "torch_floor,torch_fsdp2,torch_fsdp2+reshard"
-"""The floor first. "reshard": gathers again in the backward pass; "symmetric": communicates in
+"""The floor first. "pairs": two blocks, instead of one, communicate together; "prefetch": gathers
+two units ahead; "reshard": gathers again in the backward pass; "symmetric": communicates in
 symmetric memory of NCCL, or before torch had it in NCCL's own memory; "local": clips and updates
 shards as plain tensors, which takes less of Python's time than DTensors; "clip": clips the norm."""
 MAX_NORM = 0.1  # below any gradient's, as in variants.py
@@ -166,8 +167,18 @@ def fsdp2(size, workload, batch, modifiers):
     reshards = "reshard" in modifiers
     model = make_model(size, workload, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshards)
+    size_of_unit = 2 if "pairs" in modifiers else 1
+    blocks = [*model.blocks]
+    units = [blocks[i : i + size_of_unit] for i in range(0, len(blocks), size_of_unit)]
+    for unit in (*units, [model]):
+        given = unit[0] if len(unit) == 1 else unit
+        fully_shard(given, mp_policy=policy, reshard_after_forward=reshards)
+    if "prefetch" in modifiers:
+        firsts = [unit[0] for unit in units]
+        for i, module in enumerate(firsts):
+            module.set_modules_to_forward_prefetch(firsts[i + 1 : i + 3])
+            module.set_modules_to_backward_prefetch(firsts[max(0, i - 2) : i][::-1])
+    for module in (*(unit[0] for unit in units), model):
         if "symmetric" in modifiers:
             module.set_force_sum_reduction_for_comms(True)  # averages do not go through it
             if hasattr(module, "set_symm_mem_for_comm"):
@@ -211,13 +222,23 @@ def synchronize():
 
 
 def seconds(step, steps):
+    gc.collect()
+    gc.disable()  # one process would wait for the other one's collection
     synchronize()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
         step()
     synchronize()
+    gc.enable()
     return (time.perf_counter() - start) / steps
+
+
+def of_first(count):
+    """How many steps the first process takes in a turn."""
+    found = torch.tensor([min(max(count, LEAST_STEPS), MOST_STEPS)], device=DEVICE)
+    dist.broadcast(found, 0)
+    return int(found)
 
 
 def measure(size, name, args):
@@ -226,10 +247,12 @@ def measure(size, name, args):
     shape = (workload.accumulate_steps, workload.sequences, size.length + 1)
     torch.manual_seed(dist.get_rank())
     batch = torch.randint(0, size.vocabulary, shape, device=DEVICE)
-    steps, rows = {}, {}
+    steps, rows, counts = {}, {}, {}
     for variant in args.variants.split(","):
         kind, *modifiers = variant.split("+")
-        rows[variant] = {"name": f"{name}/{variant}", "torch": torch.__version__}
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if DEVICE == "cuda" else None
+        versions = {"torch": torch.__version__, "nccl": nccl}
+        rows[variant] = {"name": f"{name}/{variant}"} | versions
         gc.collect()  # the models of other workloads are in cycles
         torch.cuda.empty_cache()
         try:
@@ -239,7 +262,8 @@ def measure(size, name, args):
             else:
                 step = fsdp2(size, workload, batch, modifiers)
             rows[variant]["losses"] = [float(step()) for _ in range(2)]
-            rows[variant]["warm_seconds"] = seconds(step, 2)  # the first steps compile
+            rows[variant]["warm_seconds"] = warm = seconds(step, 4)  # the first steps compile
+            counts[variant] = of_first(round(TURN_SECONDS / warm))
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 seconds(step, 1)
@@ -253,7 +277,7 @@ def measure(size, name, args):
     times = {variant: [] for variant in steps}
     for i in range(args.rounds):
         for variant in list(steps)[:: (-1) ** i]:
-            times[variant].append(1e3 * seconds(steps[variant], STEPS))
+            times[variant].append(1e3 * seconds(steps[variant], counts[variant]))
     tokens = dist.get_world_size() * workload.accumulate_steps * workload.sequences * size.length
     for variant, found in times.items():
         row = rows[variant]
@@ -276,6 +300,9 @@ def one_process(rank, count, args):
     options = {"timeout": datetime.timedelta(seconds=120)}  # if another one fails
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
+        if args.cudnn:
+            for backend in ("flash", "mem_efficient", "math"):
+                getattr(torch.backends.cuda, f"enable_{backend}_sdp")(False)
         dist.init_process_group("nccl", rank=rank, world_size=count, **options)
     else:
         dist.init_process_group("gloo", rank=rank, world_size=count, **options)
@@ -300,6 +327,7 @@ def main():
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none")
     parser.add_argument("--variants", default=VARIANTS, help="the floor and others, by commas")
     parser.add_argument("--devices", type=int, default=0, help="0: all")
+    parser.add_argument("--cudnn", action="store_true", help="cuDNN's attention, as in JAX's rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=29531)
     parser.add_argument("--out", type=pathlib.Path, required=True)
