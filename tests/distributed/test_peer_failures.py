@@ -35,6 +35,7 @@ class Planted:
 
     def __init__(self, monkeypatch, number):
         self.places, self.fails, self._all = 0, None, threading.Barrier(number)
+        self.called = set()  # jax may trace a step once more than it runs
         start, wait = copies.start_together, copies.wait_together
 
         def started(eqns, values):
@@ -55,6 +56,7 @@ class Planted:
         monkeypatch.setattr(copies, "wait_together", waited)
 
     def _called(self, place):
+        self.called.add(place)
         if self.fails == place:
             self._all.wait(timeout=60)
             time.sleep(0.1)  # until XLA's sums are done that do not need these copies
@@ -102,8 +104,8 @@ def test_a_step_that_fails_between_a_start_and_its_wait_harms_no_later_one(
 
     jda.save(tmp_path, jda.TrainState.create(params, tx), tx)
     want = trained(restored())
-    assert planted.places >= 2 * LAYERS, "exchanges and gathers"
-    for place in range(0, planted.places, every):
+    assert len(planted.called) >= 2 * LAYERS, "exchanges and gathers"
+    for place in sorted(planted.called)[::every]:
         planted.fails = place
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"planted after start {place}"):
             jax.block_until_ready(step(restored(), batches[0]))
