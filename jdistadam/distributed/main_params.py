@@ -25,11 +25,7 @@ from jdistadam.distributed.state import DistributedState
 
 
 def begun_shard(
-    config: DistributedConfig,
-    field: Field,
-    buckets: Sequence[Bucket],
-    params: Sequence[Any],
-    main: Any = None,
+    config: DistributedConfig, field: Field, buckets: Sequence[Bucket], params: Sequence[Any]
 ) -> jax.Array:
     """This device's flat array of a field that begins with params, for consecutive buckets.
 
@@ -37,16 +33,10 @@ def begun_shard(
       config: The configuration.
       field: Main parameters, or an average.
       buckets: All buckets that have it, or some of them.
-      params: Leaves of the params, as this device holds them.
-      main: This device's main parameters of the buckets, the exact values of params; None: there
-        are none.
+      params: Leaves of the exact params, as this device holds them.
     """
-    shards = [
-        packing.state_shard(config.parallel, b, params, jnp.float32 if main is None else b.dtype)
-        for b in buckets
-    ]
-    flat = exact_values(config, buckets, shards, main)
-    flat = flat if main is None else jnp.array(flat)  # main is another array
+    shards = [packing.state_shard(config.parallel, b, params, jnp.float32) for b in buckets]
+    flat = packing.flat_of(buckets, shards, jnp.float32)
     # Varying, as shards are, for the type checker of shard_map.
     flat = collectives.to_varying(flat, config.parallel.cut_axes)
     _, stored = field.codec.split(flat, jnp.bfloat16, jnp)

@@ -387,7 +387,7 @@ class _Functions:
         view = StateView(config, params)
         for name, field in view.fields.items():
             if field.begins == "params":
-                state = view.with_begun(name, state, params, state.main_params)
+                state = view.with_begun(name, state, params)
             else:
                 state = state._replace(**{name: view.zeros(name)})
         return state

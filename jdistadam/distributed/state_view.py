@@ -32,7 +32,7 @@ from jdistadam.distributed.global_arrays import fetch
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.main_params import begun_shard
 from jdistadam.distributed.mesh_axes import DataParallel
-from jdistadam.distributed.state import find_state, map_state
+from jdistadam.distributed.state import map_state
 
 
 class StateView:
@@ -83,7 +83,7 @@ class StateView:
             return flat_arrays.with_shards(self.config, bucket, name, flat, shards)
         return bucket_leaves.inserted(form, flat, bucket.offset, leaves)
 
-    def with_begun(self, name: str, opt_state: OptState, params: Params, main: Any = None) -> Any:
+    def with_begun(self, name: str, opt_state: OptState, params: Params) -> Any:
         """Returns a state with a field that begins with params; unchanged if it has no such field.
 
         Args:
@@ -91,11 +91,10 @@ class StateView:
           opt_state: The state, or that of a chain.
           params: Tree of global arrays like the params, in float32 or a dtype that converts exactly
             to it.
-          main: Main parameters of a state, if these are the exact values of ``params``.
         """
         if name not in self.fields:
             return opt_state
-        flat = self._begun(name, params, main)
+        flat = self._begun(name, params)
         return map_state(lambda state: state._replace(**{name: flat}), opt_state)
 
     def with_exact_values(self, opt_state: OptState, exact: Params, params: Params) -> Any:
@@ -103,45 +102,41 @@ class StateView:
 
         Args:
           opt_state: The state, or that of a chain.
-          exact: Tree of global arrays with the exact values.
-          params: Tree of global arrays with the params, which have all that is exact but for the
-            leaves with main parameters.
+          exact: Tree of global arrays with the exact values, if main parameters are kept.
+          params: Tree of global arrays with the params, which are exact if none are.
         """
-        opt_state = self.with_begun("main_params", opt_state, exact)
-        main = find_state(opt_state).main_params
+        begin = exact if "main_params" in self.fields else params
         for name, field in self.fields.items():
-            if field.begins == "params" and name != "main_params":
-                opt_state = self.with_begun(name, opt_state, params, main)
+            if field.begins == "params":
+                opt_state = self.with_begun(name, opt_state, begin)
         return opt_state
 
-    def _begun(self, name: str, params: Params, main: Any) -> Any:
+    def _begun(self, name: str, params: Params) -> Any:
         config, field = self.config, self.fields[name]
         buckets = [bucket for bucket in self.layout.buckets if field.has(bucket)]
         if not buckets:
             has_none = flat_arrays.types_of_arrays(config, self.layout)[name] is None
             return None if has_none else self.zeros(name)
         specs, flat = global_specs(config, self.layout, params), config.parallel.state_spec
-        if name not in config.on_host and main is None and bucket_leaves.are_many(self.layout):
+        if name not in config.on_host and bucket_leaves.are_many(self.layout):
             return self._begun_by_buckets(name, buckets, params)
 
-        def local(tree: Params, main: Any) -> Any:
-            return begun_shard(config, field, buckets, jax.tree.leaves(tree), main)
+        def local(tree: Params) -> Any:
+            return begun_shard(config, field, buckets, jax.tree.leaves(tree))
 
-        def in_windows(tree: Params, main: Any, new: Any) -> Any:
+        def in_windows(tree: Params, new: Any) -> Any:
             for spans in calls.consecutive_spans(self.layout, splits=False):
                 if windows := calls.windows_of(config, name, spans):
-                    of_main = calls.windows_of(config, "main_params", spans)
-                    kept = host_memory.cut(main, of_main) if of_main and main is not None else None
                     some = [span.bucket for span in spans if field.has(span.bucket)]
-                    begun = begun_shard(config, field, some, jax.tree.leaves(tree), kept)
+                    begun = begun_shard(config, field, some, jax.tree.leaves(tree))
                     new = host_memory.put(new, begun, windows)
             return new
 
         mapped = functools.partial(compat.shard_map, mesh=config.mesh, out_specs=flat)
         if name in config.on_host:
-            filled = mapped(in_windows, in_specs=(specs, flat, flat))
-            return jax.jit(filled, donate_argnums=2)(params, main, self.zeros(name))
-        return jax.jit(mapped(local, in_specs=(specs, flat)))(params, main)
+            filled = mapped(in_windows, in_specs=(specs, flat))
+            return jax.jit(filled, donate_argnums=1)(params, self.zeros(name))
+        return jax.jit(mapped(local, in_specs=(specs,)))(params)
 
     def _begun_by_buckets(self, name: str, buckets: Sequence[Bucket], params: Params) -> Any:
         """A flat array that begins with params, made by programs that other buckets share."""

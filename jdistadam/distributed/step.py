@@ -42,8 +42,7 @@ def init_local(config: DistributedConfig, layout: Layout, params: Params) -> Dis
         if field.begins == "params":
             check_not_transformed("init", params)
             buckets = [bucket for bucket in layout.buckets if field.has(bucket)]
-            main = arrays["main_params"] if name != "main_params" else None
-            arrays[name] = begun_shard(config, field, buckets, leaves, main)
+            arrays[name] = begun_shard(config, field, buckets, leaves)
         else:  # varying over the axes, as shards are, for the type checker of shard_map
             zeros = jax.tree.map(jnp.zeros_like, arrays[name])
             arrays[name] = jax.tree.map(lambda x: collectives.to_varying(x, axes), zeros)
