@@ -87,12 +87,6 @@ def cut(x: Any, windows: Sequence[Window]) -> jax.Array:
     return memory.cut_rows(x, *rows(x, windows))
 
 
-def put(x: Any, new: Any, windows: Sequence[Window]) -> jax.Array:
-    """Returns a flat host array with these windows replaced: the inverse of ``cut``."""
-    first, _, width = rows(x, windows)
-    return memory.put_rows(memory.to_host(x), new, first, width)
-
-
 def rows(x: Any, windows: Sequence[Window]) -> Any:
     """The ``Rows`` of a flat array that consecutive windows have; for codes, also of scales."""
     start, end = windows[0].start, windows[-1].start + windows[-1].size

@@ -382,8 +382,8 @@ class _Functions:
         state: DistributedState = jax.jit(make)(params)
         if not is_apart:
             return state
-        # Arrays that may not fit on the device are made on the host and filled in windows, or
-        # bucket by bucket if there are many leaves.
+        # Arrays that may not fit on the device are made on the host and filled bucket by bucket,
+        # and so are those of many leaves.
         view = StateView(config, params)
         for name, field in view.fields.items():
             if field.begins == "params":

@@ -12,7 +12,6 @@ taken apart in three ways, because there are three ways to run:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from jdistadam import compat
 from jdistadam.core.codecs import BLOCK
 from jdistadam.core.guards import Guard, continued
 from jdistadam.core.trees import OptState, Params
-from jdistadam.distributed import bucket_leaves, calls, flat_arrays, host_memory, packing
+from jdistadam.distributed import bucket_leaves, flat_arrays, packing
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_arrays import fields_of, is_flat_codes
 from jdistadam.distributed.global_arrays import fetch
@@ -117,29 +116,18 @@ class StateView:
         if not buckets:
             has_none = flat_arrays.types_of_arrays(config, self.layout)[name] is None
             return None if has_none else self.zeros(name)
-        specs, flat = global_specs(config, self.layout, params), config.parallel.state_spec
-        if name not in config.on_host and bucket_leaves.are_many(self.layout):
+        if name in config.on_host or bucket_leaves.are_many(self.layout):
             return self._begun_by_buckets(name, buckets, params)
 
         def local(tree: Params) -> Any:
             return begun_shard(config, field, buckets, jax.tree.leaves(tree))
 
-        def in_windows(tree: Params, new: Any) -> Any:
-            for spans in calls.consecutive_spans(self.layout, splits=False):
-                if windows := calls.windows_of(config, name, spans):
-                    some = [span.bucket for span in spans if field.has(span.bucket)]
-                    begun = begun_shard(config, field, some, jax.tree.leaves(tree))
-                    new = host_memory.put(new, begun, windows)
-            return new
-
-        mapped = functools.partial(compat.shard_map, mesh=config.mesh, out_specs=flat)
-        if name in config.on_host:
-            filled = mapped(in_windows, in_specs=(specs, flat))
-            return jax.jit(filled, donate_argnums=1)(params, self.zeros(name))
-        return jax.jit(mapped(local, in_specs=(specs,)))(params)
+        specs, flat = global_specs(config, self.layout, params), config.parallel.state_spec
+        mapped = compat.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=flat)
+        return jax.jit(mapped)(params)
 
     def _begun_by_buckets(self, name: str, buckets: Sequence[Bucket], params: Params) -> Any:
-        """A flat array that begins with params, made by programs that other buckets share."""
+        """A flat array that begins with params, one bucket at a time: it may be on the host."""
         flat, leaves = self.zeros(name), jax.tree.leaves(params)
         for bucket in buckets:
             form = dataclasses.replace(self.form(bucket), codec=self.fields[name].codec)
