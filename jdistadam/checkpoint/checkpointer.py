@@ -26,6 +26,7 @@ from jdistadam.checkpoint.contents import agreed_extra, contents_of
 from jdistadam.checkpoint.parts import fields_of
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, shown
+from jdistadam.distributed.global_arrays import compiled
 from jdistadam.errors import CheckpointError, HyperparameterError, TreeError
 from jdistadam.training.agreement import check_agreement, later_limit
 
@@ -104,7 +105,7 @@ class Checkpointer:
             opened.callback(self._manager.close)
             self._close, self._is_closed = opened.pop_all().close, False
 
-    @storage.compiled
+    @compiled
     def save(self, state: Any, *, step: int | None = None, extra: Any = None) -> int:
         """Saves a state, which may be changed or donated as soon as this returns.
 

@@ -14,9 +14,10 @@ from jdistadam.checkpoint import parts
 from jdistadam.checkpoint.checkpointer import check_step, local_folder, steps_in
 from jdistadam.checkpoint.contents import EXTRA, described
 from jdistadam.checkpoint.restored import Predicate, Request, restored_leaves
-from jdistadam.checkpoint.storage import ITEM, Reader, compiled, orbax
+from jdistadam.checkpoint.storage import ITEM, Reader, orbax
 from jdistadam.core import trees
 from jdistadam.distributed import host_memory
+from jdistadam.distributed.global_arrays import compiled
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.distributed.transformation import check_distributed
 from jdistadam.errors import CheckpointError, DtypeError, ShapeError, TreeError

@@ -39,6 +39,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jdistadam.checkpoint.checksum import PartialSums, partial_sums, totals
 from jdistadam.checkpoint.parts import Entry
+from jdistadam.distributed.global_arrays import compiled
 from jdistadam.errors import CheckpointError
 
 FORMAT = "jdistadam checkpoint"
@@ -53,9 +54,6 @@ BATCH_BYTES = 32 << 20
 FILE_BYTES = 64 << 20
 # Each process writes a part of a replicated array, unless the part is smaller than this.
 SMALL_BYTES = 1 << 16
-
-compiled = jax.disable_jit(False)
-"""Makes a function compile its programs, which place their results, under jax_disable_jit too."""
 
 Wanted = tuple[Entry, Sharding]  # an array to read
 

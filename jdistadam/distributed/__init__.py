@@ -44,7 +44,7 @@ The files of this folder and their concepts, in the order in which data pass thr
 ``flat_arrays.py``        ``Field``: what a flat array holds of each parameter. ``Window``: where
                           a span is in one. Moments in codes.
 ``state_view.py``         ``StateView``: fields of a state by parameter, outside of
-                          ``jax.shard_map``: on the host, and in programs of few leaves.
+                          ``jax.shard_map``, in programs of few leaves.
 ``global_arrays.py``      Arrays outside of programs: copied, placed, fetched to the host.
 ``host_memory.py``        State in host memory. ``Stream`` moves windows of it to the device and
                           back, concurrently with the kernel.

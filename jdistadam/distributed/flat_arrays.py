@@ -189,8 +189,6 @@ def decoded_shards(config: DistributedConfig, bucket: Bucket, name: str, moment:
       moment: The moment.
     """
     decode = _decoder(*_program_key(config, bucket, name))
-    if not all(isinstance(x, jax.Array) for x in moment):  # numpy arrays
-        moment = jax.device_put(moment, config.state_sharding(name))
     return decode(moment, bucket.moment_offset // BLOCK)
 
 

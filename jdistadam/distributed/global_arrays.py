@@ -16,6 +16,9 @@ from jdistadam import compat
 from jdistadam.core import memory, trees
 from jdistadam.errors import TreeError
 
+compiled = jax.disable_jit(False)
+"""Makes a function compile its programs, which place their results, under jax_disable_jit too."""
+
 
 def place(tree: Any, shardings: Any) -> Any:
     """Returns a tree where ``jax.device_put`` would place it, without going through the host.

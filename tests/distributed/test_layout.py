@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jdistadam.distributed import layout, packing
 from jdistadam.distributed.layout import make_layout
+from support import flat
 
 shapes = st.lists(
     st.one_of(
@@ -76,13 +77,13 @@ def test_leaves_come_back_exactly(shapes, num_shards):
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
     by_device = np.zeros((num_shards, made.flat_size), np.float32)
-    packing.put_leaves(made, arrays, by_device)
-    for i, flat in enumerate(by_device):
+    flat.put_leaves(made, arrays, by_device)
+    for i, mine in enumerate(by_device):
         whole = [packing.bucket_array(b, arrays, jnp.float32) for b in made.buckets]
         pairs = list(zip(made.buckets, whole, strict=True))
         shards = [packing.shard_of(x, i, num_shards, b.cut_dim) for b, x in pairs]
-        assert np.array_equal(packing.flat_of(made.buckets, shards, jnp.float32), flat)
-    back = packing.leaves_of_flat(made, by_device)
+        assert np.array_equal(packing.flat_of(made.buckets, shards, jnp.float32), mine)
+    back = flat.leaves_of_flat(made, by_device)
     for array, again in zip(arrays, back, strict=True):
         assert np.array_equal(array, again)
 

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jdistadam as jda
-from jdistadam.distributed import packing
 from support.bits import assert_same_bits
 from support.exact_sums import (
     HYPER,
@@ -20,6 +19,7 @@ from support.exact_sums import (
     mean_gradient,
     random_params,
 )
+from support.flat import leaves_of_flat
 from support.reduced import reduced
 from support.samples import often
 from support.ulp import assert_step_close
@@ -48,7 +48,7 @@ def test_reduced_gradients_are_the_sum_within_a_derived_bound(cpu_mesh, n, comm)
 
     flat, dtypes = reduced(tx, params, local)
     assert dtypes and all(dtype == comm for dtype in dtypes)
-    sums = packing.leaves_of_flat(layout, flat)
+    sums = leaves_of_flat(layout, flat)
     unit = float(jnp.finfo(comm).eps) / 2
     for got, x in zip(sums, jax.tree.leaves(local), strict=True):
         exact = x.astype(np.float64).sum(0)
