@@ -22,6 +22,7 @@ from jdistadam.core import collectives, memory
 from jdistadam.core.codecs import BLOCK, Codec
 from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.global_arrays import copy_to
+from jdistadam.distributed.main_params import as_received
 from jdistadam.distributed.state import is_distributed_state
 from jdistadam.errors import DtypeError, ShapeError, TreeError
 from jdistadam.kernels import sharded_codes
@@ -336,7 +337,7 @@ def _rounder(kind: Codec, dtype: Any, sent: Any, place: Sharding) -> Any:
             param: jax.Array = kind.split(value.astype(jnp.float32), dtype, jnp)[0]
         else:
             param = collectives.round_to(value, dtype)
-        return param if sent is None else collectives.round_to(param, sent).astype(dtype)
+        return as_received(param, sent)
 
     return jax.jit(rounded, out_shardings=place)
 

@@ -73,24 +73,26 @@ def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: b
     Rounds those sent after the update; with ``before_forward``, those gathered before the forward
     pass.
     """
-    leaves: list[Any] = jax.tree.leaves(params)
-    for entry in schedule.buckets:
-        before = entry.gather if entry.bucket.is_sharded_param else ()
-        for gather in before if before_forward else entry.after_update:
-            for i in entry.bucket.leaves:
-                sent = collectives.round_to(leaves[i], gather.dtype)
-                leaves[i] = sent.astype(leaves[i].dtype)
+    sent = sent_dtypes(schedule, before_forward=before_forward)
+    leaves = map(as_received, jax.tree.leaves(params), sent)
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def sent_dtypes(schedule: Schedule) -> list[Any]:
+def as_received(x: jax.Array, sent: Any) -> jax.Array:
+    """A parameter as devices receive it in one of ``sent_dtypes``."""
+    return x if sent is None else collectives.round_to(x, sent).astype(x.dtype)
+
+
+def sent_dtypes(schedule: Schedule, *, before_forward: bool = False) -> list[Any]:
     """Returns the dtype to which a step rounds each new parameter before sending it.
 
     None if it does not round it: devices hold such parameters as the main parameters define them.
+    With ``before_forward``: the dtype of what is gathered before the forward pass.
     """
     dtypes: list[Any] = [None] * len(schedule.layout.leaves)
     for entry in schedule.buckets:
-        for gather in entry.after_update:
+        before = entry.gather if entry.bucket.is_sharded_param else ()
+        for gather in before if before_forward else entry.after_update:
             for i in entry.bucket.leaves:
                 dtypes[i] = None if gather.dtype == entry.bucket.dtype else gather.dtype
     return dtypes
@@ -188,7 +190,7 @@ def _differs(have: jax.Array, kept: jax.Array, sent: Any) -> jax.Array:
     equal = collectives.follows(have, kept)
     if sent is not None:  # as received; not so before the first step
         rounded = collectives.round_to(kept, have.dtype)
-        equal |= have == collectives.round_to(rounded, sent).astype(have.dtype)
+        equal |= have == as_received(rounded, sent)
     return ~jnp.all(equal)
 
 
