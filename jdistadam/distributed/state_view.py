@@ -24,7 +24,7 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import bucket_leaves, flat_arrays
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_arrays import fields_of, is_flat_codes
-from jdistadam.distributed.global_arrays import compiled, copy_of, fetch, is_at
+from jdistadam.distributed.global_arrays import compiled, copy_of, fetch, is_at, place
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import begun_shard
 from jdistadam.distributed.state import map_state
@@ -142,10 +142,10 @@ class StateView:
         They are as stored, float32 for codes, and zero if the field lacks them. If processes share
         the mesh, all call this.
         """
-        field, place = self.fields[name], self.config.state_sharding(name)
+        field, wanted = self.fields[name], self.config.state_sharding(name)
 
         def placed(x: Any) -> Any:
-            return x if is_at(x, place, exactly=False) else jax.device_put(fetch(x), place)
+            return x if is_at(x, wanted, exactly=False) else jax.device_put(fetch(x), wanted)
 
         flat = jax.tree.map(placed, flat)
         leaves = [np.zeros(x.shape, field.dtype) for x in self._shapes]
@@ -170,6 +170,6 @@ class StateView:
         flat = self.zeros(name)
         for bucket in filter(self.fields[name].has, self.layout.buckets):
             form = dataclasses.replace(self.form(bucket), codec=codec)
-            placed = jax.device_put([leaves[i] for i in bucket.leaves], form.shardings)
+            placed = place([leaves[i] for i in bucket.leaves], form.shardings)
             flat = self._inserted(form, name, bucket, flat, placed)
         return flat
