@@ -55,28 +55,33 @@ class StateView:
 
     # In programs over global arrays, bucket by bucket.
 
+    @compiled
     def zeros(self, name: str) -> Any:
         """Returns the flat array of a field on all devices, filled with zeros."""
         return flat_arrays.zeros(self.config, self.layout, name)
 
+    @compiled
     def extract(self, name: str, bucket: Bucket, flat: Any) -> list[jax.Array]:
         """Returns the leaves of a bucket, in the order of ``bucket.leaves``; float32 for codes."""
         offset = bucket.offset
-        if is_flat_codes(flat):
-            flat, offset = flat_arrays.decoded_shards(self.config, bucket, name, flat), 0
-        return bucket_leaves.extracted(self.form(bucket), flat, offset)
+        with jax.transfer_guard_host_to_device("allow"):  # of numbers of rows
+            if is_flat_codes(flat):
+                flat, offset = flat_arrays.decoded_shards(self.config, bucket, name, flat), 0
+            return bucket_leaves.extracted(self.form(bucket), flat, offset)
 
     def insert(self, name: str, bucket: Bucket, flat: Any, leaves: Sequence[Any]) -> Any:
         """Returns a flat array, which is donated, with the leaves of a bucket, as stored."""
         return self._inserted(self.form(bucket), name, bucket, flat, leaves)
 
+    @compiled
     def _inserted(
         self, form: bucket_leaves.Form, name: str, bucket: Bucket, flat: Any, leaves: Sequence[Any]
     ) -> Any:
-        if is_flat_codes(flat):
-            shards = bucket_leaves.inserted(form, None, 0, leaves)
-            return flat_arrays.with_shards(self.config, bucket, name, flat, shards)
-        return bucket_leaves.inserted(form, flat, bucket.offset, leaves)
+        with jax.transfer_guard_host_to_device("allow"):  # of numbers of rows
+            if is_flat_codes(flat):
+                shards = bucket_leaves.inserted(form, None, 0, leaves)
+                return flat_arrays.with_shards(self.config, bucket, name, flat, shards)
+            return bucket_leaves.inserted(form, flat, bucket.offset, leaves)
 
     def with_begun(self, name: str, opt_state: OptState, params: Params) -> Any:
         """Returns a state with a field that begins with params; unchanged if it has no such field.
@@ -135,7 +140,6 @@ class StateView:
 
     # On the host.
 
-    @compiled
     def to_host(self, name: str, flat: Any) -> list[np.ndarray]:
         """Returns the leaves of a field as numpy arrays.
 
@@ -161,7 +165,6 @@ class StateView:
         flat = jax.device_put(self._filled(name, stored), self.config.state_sharding(name))
         return jax.block_until_ready(flat)  # the leaves may change afterwards
 
-    @compiled
     def _filled(self, name: str, leaves: Sequence[Any], codec: Codec = NOTHING) -> Any:
         """A flat array with some leaves, put in bucket by bucket.
 
