@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import collectives, trees
-from jdistadam.distributed import calls, flat_arrays, packing
+from jdistadam.core import trees
+from jdistadam.distributed import calls, flat_arrays
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import exact_values
-from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.state import DistributedState
 from jdistadam.distributed.store import Store
 
@@ -51,23 +50,3 @@ def with_next_ema(
         moved = before + jnp.float32(1 - config.ema_decay) * (values - before)
         store.put(call, {"ema": trees.keep_if(is_skipped, before, moved)})
     return store.state()
-
-
-def averaged_leaves(
-    parallel: DataParallel, layout: Layout, params: Sequence[Any], ema: jax.Array
-) -> list[jax.Array]:
-    """The average of every leaf in float32, in the form of this device's params; frozen ones as is.
-
-    Inside of ``jax.shard_map``.
-    """
-    leaves = [jnp.asarray(x).astype(jnp.float32) for x in params]
-    for bucket in layout.buckets:
-        shard = flat_arrays.shard_in(ema, bucket)
-        held = bucket.inner_shape if bucket.is_sharded_param else ()
-        axes = packing.axes_left_to_cut(parallel, bucket, held)
-        whole = collectives.all_gather(shard, axes, dim=bucket.cut_dim)
-        copies = tuple(axis for axis in parallel.tensor_axes if axis not in bucket.tensor_axes)
-        whole = collectives.to_invariant(whole, copies)
-        for i, leaf in packing.leaves_of_bucket(layout, bucket, whole):
-            leaves[i] = leaf
-    return leaves

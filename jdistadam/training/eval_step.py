@@ -12,16 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam import compat
-from jdistadam.core import collectives
+from jdistadam.core import collectives, trees
 from jdistadam.core.arguments import out_of_range
 from jdistadam.core.trees import Params
 from jdistadam.distributed.accumulate import valid_weight
-from jdistadam.distributed.average import averaged_leaves
 from jdistadam.distributed.layout_text import differs
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import find_state
+from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
@@ -292,17 +291,17 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
             "Make it with distributed(..., ema_decay=0.999)."
         )
     check_layout(state, tx)
-    config, average = tx.config, find_state(state.opt_state)
-    layout, specs = tx.layout(state.params), tx.param_specs(state.params)
+    view, ema = StateView(tx.config, state.params), find_state(state.opt_state).ema
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(state.params)]
+    for bucket in view.layout.buckets:
+        for i, x in zip(bucket.leaves, view.extract("ema", bucket, ema), strict=True):
+            leaves[i] = x
+    average = jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+    return jax.tree.map(_at, average, tx.param_shardings(state.params))
 
-    def local(params: Params, ema: Any) -> Any:
-        leaves = averaged_leaves(config.parallel, layout, jax.tree.leaves(params), ema)
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
-    averaged = compat.shard_map(
-        local, mesh=config.mesh, in_specs=(specs, config.parallel.state_spec), out_specs=specs
-    )
-    return jax.jit(averaged)(state.params, average.ema)
+def _at(x: jax.Array, place: NamedSharding) -> jax.Array:
+    return collectives.constrain(x, place) if trees.is_traced(x) else jax.device_put(x, place)
 
 
 def _gathered(schedule: Schedule | None, params: Params) -> Any:
