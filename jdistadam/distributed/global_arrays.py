@@ -41,7 +41,9 @@ _FETCHED_BYTES = 1 << 20
 def _moved_in_mesh(x: Any, wanted: Any) -> Any:
     """An array with another sharding of its mesh; others as they are."""
     held = None if trees.is_traced(x) else getattr(x, "sharding", None)
-    if not isinstance(held, NamedSharding) or x.nbytes < _FETCHED_BYTES:
+    if not isinstance(held, NamedSharding) or not isinstance(wanted, NamedSharding):
+        return x
+    if x.nbytes < _FETCHED_BYTES:
         return x
     is_in_mesh = (held.mesh, held.memory_kind) == (wanted.mesh, wanted.memory_kind)
     if not is_in_mesh or held.is_equivalent_to(wanted, x.ndim):

@@ -292,7 +292,8 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
         )
     check_layout(state, tx)
     view, ema = StateView(tx.config, state.params), find_state(state.opt_state).ema
-    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(state.params)]
+    # Copies, also of frozen leaves: the next step donates the state's own arrays.
+    leaves = [jnp.array(x, jnp.float32) for x in jax.tree.leaves(state.params)]
     for bucket in view.layout.buckets:
         for i, x in zip(bucket.leaves, view.extract("ema", bucket, ema), strict=True):
             leaves[i] = x

@@ -291,3 +291,24 @@ def test_params_that_never_moved_are_not_taken_for_the_average():
     assert int(state.step) == 2
     state, _ = jda.train_step(linear_loss, tx)(jax.tree.map(jnp.copy, state), next(batches()))
     assert_trees_same_bits(state.params, before)
+
+
+@few(1)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("number", [4, 1])
+def test_an_average_outlives_the_next_step(cpu_mesh, number, dtype, strategy):
+    """A step donates the state, also the frozen parameters, whose average they are."""
+    labels = dict(param_labels={"w": "all", "kept": "none"}, groups={"all": {}, "none": dict(frozen=True)})  # fmt: skip
+    tx = jda.distributed(
+        jda.fused_adamw(0.1, **labels), mesh=cpu_mesh(number), sharding_strategy=strategy, ema_decay=DECAY
+    )  # fmt: skip
+    params = {"w": jnp.ones((64, 64), dtype), "kept": jnp.full((8, 64), 2, dtype)}
+    step = jda.train_step(lambda p, x: jnp.sum(x @ p["w"].astype(x.dtype)), tx)
+    state, batch = jda.TrainState.create(params, tx), np.ones((4, 64), np.float32)
+    state, _ = step(state, batch)
+    average = jda.ema_params(state, tx)
+    want = jax.tree.map(np.array, average)
+    step(state, batch)
+    assert_trees_same_bits(average, want)
+    assert np.all(want["kept"] == 2) and np.all(want["w"] < 1)
