@@ -83,33 +83,27 @@ ZERO1, FSDP = "annotated_zero1+first_dim", "annotated_fsdp+first_dim"
 OPTAX_ONCE = f"{FSDP}+gathered_once"
 OPTIM, OPTIM_CODED = "optim+float32sum", "optim+block8+float32sum+remainder16"
 ONCE = f"{ZERO3}+float32sum+gathered_once+whole_6"
+BLOCKS = f"{ZERO3}+block_by_block+float32sum"
 FSDP2 = "torch_fsdp2"
 OF_STEPS = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     ZERO1: "optax, ZeRO-1 by `NamedSharding`",
     OPTAX_ONCE: "optax, FSDP by `NamedSharding`, gathered once",
+    FSDP: "optax, FSDP by `NamedSharding`",
     "torch_floor": "torch, no optimizer",
     FSDP2: "torch: FSDP2, fused AdamW",
     OPTIM: 'jdistadam, "optim"',
     OPTIM_CODED: 'jdistadam, "optim", remainder16, block8',
     ONCE: "jdistadam, gathered once",
-    f"{ZERO3}+block_by_block+float32sum": "jdistadam, blocks gathered one by one",
-    "optim": 'jdistadam, "optim", XLA\'s collectives: sent and summed in bfloat16',
-    "optim+float32sum+over_xla": 'jdistadam, "optim", XLA\'s collectives: summed in float32',
-    "optim+sent_wide": 'jdistadam, "optim", default policy: sent and summed in float32',
+    BLOCKS: "jdistadam, blocks gathered one by one",
 }
 LONG, SHORT = "unrolled-8", "unrolled-1"
-ONE_PROCESS = {
-    LONG: ("h200_x2/ways_8192", "h200_x2/fsdp2"),
-    SHORT: ("h200_x2/ways_1024", "h200_x2/fsdp2"),
-}
-TWO_GPUS = {  # label: records of both workloads
-    "2": ONE_PROCESS,
-    "2 (2 processes)": dict.fromkeys((LONG, SHORT), ("h200_x2/two_processes",)),
-}
-FOUR_GPUS = {
-    "4": dict.fromkeys((LONG, SHORT), ("h100_x4/clipped",)),
-    "4 (4 processes)": dict.fromkeys((LONG, SHORT), ("h100_x4/clipped_four_processes",)),
+WAYS = {  # GPUs: records of both workloads
+    "2": {
+        LONG: ("h200_x2/zero1_again", "h200_x2/fsdp2"),
+        SHORT: ("h200_x2/zero1", "h200_x2/fsdp2"),
+    },
+    "4": {LONG: ("h200_x4/zero1_8192",), SHORT: ("h200_x4/zero1_1024",)},
 }
 
 
@@ -173,10 +167,10 @@ def _step_cell(rows, variant) -> str:
     return f"{row['ms']:.1f}" + (f" ({more})" if more else "")
 
 
-def steps(runs) -> str:
-    """One line for each way to step on some GPUs: time and tokens/s beside the fastest optax."""
+def ways() -> str:
+    """One line for each way to step: time, and tokens/s beside the fastest optax."""
     table = []
-    for gpus, records in runs.items():
+    for gpus, records in WAYS.items():
         of_groups = {group: clipped_steps(names, group) for group, names in records.items()}
         for variant, name in OF_STEPS.items():
             if any(variant in rows for rows in of_groups.values()):
@@ -188,7 +182,62 @@ def steps(runs) -> str:
     return markdown.table((*columns, "GB, 8,192 tokens"), table)
 
 
-RECORDS_BY_TOKENS = ("ways_1024", "tokens", "ways_8192")
+POLICIES = {  # variants, and their names
+    OPTIM: "sent in bfloat16, summed in float32, by copies",
+    "optim": "sent and summed in bfloat16, by XLA's collectives",
+    f"{OPTIM}+over_xla": "sent in bfloat16, summed in float32, by XLA's collectives",
+    "optim+sent_wide": "the default: sent and summed in float32, by XLA's collectives",
+}
+OF_POLICIES = {LONG: "h200_x2/ways_8192", SHORT: "h200_x2/ways_1024"}
+
+
+def longer(group, variant) -> float:
+    """By how many percent a step takes longer than that over copies."""
+    rows = clipped_steps((OF_POLICIES[group],), group)
+    return 100 * (rows[variant]["ms"] / rows[OPTIM]["ms"] - 1)
+
+
+def policies() -> str:
+    """One line for each way to send gradients under "optim" on two H200s."""
+    table = []
+    for variant, name in POLICIES.items():
+        cells = []
+        for group, record in OF_POLICIES.items():
+            ms = f"{clipped_steps((record,), group)[variant]['ms']:.1f}"
+            more = "" if variant == OPTIM else f" ({longer(group, variant):+.1f} %)"
+            cells.append(ms + more)
+        table.append((name, *cells))
+    return markdown.table(("gradients", "8,192 tokens: ms (longer)", "1,024 tokens"), table)
+
+
+OF_MODEL, OF_UPDATE = ("model", "copies"), ("update", "sum", "norm", "other")
+
+
+def phases_of_gpus(row) -> list[tuple[float, float, float]]:
+    """For each GPU: ms of the model, of the update and all else, which waits."""
+    found = []
+    for phases in (row["phases"], *row["phases_of_other_gpus"]):
+        ms = {name: x["exposed_ms"] for name, x in phases.items()}
+        model, update = (sum(ms.get(x, 0.0) for x in part) for part in (OF_MODEL, OF_UPDATE))
+        found.append((model, update, sum(ms.values()) - model - update))
+    return found
+
+
+def phases() -> str:
+    """One line for each way to step on four H200s: where a traced step spends its time."""
+    rows = clipped_steps(WAYS["4"][LONG], LONG)
+    table = []
+    for variant, name in OF_STEPS.items():
+        if variant in rows:
+            of_gpus = phases_of_gpus(rows[variant])
+            cells = (f"{min(x):.1f} to {max(x):.1f}" for x in zip(*of_gpus, strict=True))
+            longest = max(sum(x) for x in of_gpus)
+            table.append((name, *cells, f"{longest:.1f}", f"{rows[variant]['ms']:.1f}"))
+    columns = ("step, 8,192 tokens", "model, ms", "sums, norm, update", "waits")
+    return markdown.table((*columns, "this step", "a step of many"), table)
+
+
+RECORDS_BY_TOKENS = ("zero1", "zero1_32768")
 
 
 def by_tokens_rows() -> list[tuple[int, dict[str, dict]]]:
@@ -230,33 +279,25 @@ OF_SCANNED = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     FSDP: "optax, FSDP by `NamedSharding`",
     OPTAX_ONCE: "the same, gathered once",
-    FSDP2: "torch: FSDP2, fused AdamW",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3",
     SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
-    f"{ZERO3}+block_by_block+float32sum": "jdistadam, ZeRO-3, blocks gathered one by one",
-    f"{ZERO3}+float32sum+gathered_once": "jdistadam, ZeRO-3, gathered once",
 }
-SCANNED_TWO = (  # record, workload, its name
-    ("h200_x2/scanned", "scanned-8", "8,192"),
-)
-SCANNED_FOUR = (
-    ("h100_x4/scanned", "scanned-8", "1.31e9, 8"),
-    ("h100_x4/large_model", "scanned-8", "6.7e9, 8"),
-    ("h100_x4/large_model_unrolled", "unrolled-8", "6.7e9, 8, unrolled"),
-)
+SCANNED = ("h200_x2/scanned", "scanned-8")
 
 
-def scanned(workloads, first_column) -> str:
+def scanned() -> str:
     """One line for each way to step with scanned layers: time, tokens/s beside optax, memory."""
-    table = []
-    for record, workload, size in workloads:
-        rows = clipped_steps((record,), workload)
-        for variant, name in OF_SCANNED.items():
-            if row := rows.get(variant):
-                held, needed = (f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(row))
-                held = held if "argument_bytes" in row else "-"
-                table.append((size, name, _step_cell(rows, variant), held, needed))
-    columns = (first_column, "step", "ms (tokens/s)")
+    record, workload = SCANNED
+    rows = clipped_steps((record,), workload)
+    table = [
+        (
+            name,
+            _step_cell(rows, variant),
+            *(f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(rows[variant])),
+        )
+        for variant, name in OF_SCANNED.items()
+    ]
+    columns = ("step, 8,192 tokens per GPU", "ms (tokens/s)")
     return markdown.table((*columns, "GB between steps", "GB during a step"), table)
 
 
@@ -270,7 +311,6 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
         "optim+float32sum+remainder16+block8",
         '"optim", 8-bit moments, 16 bits of main parameters',
     ),
-    ("every_strategy", "unrolled-8", "annotated_fsdp+first_dim", "optax with FSDP"),
     ("host_state", "unrolled-8", "floor", "on another machine: alone"),
     (
         "host_state",
@@ -288,7 +328,6 @@ EVERY_STRATEGY = (  # record, workload, variant without its transport, its name
     ("one_sequence", "unrolled-1", f"{ZERO3}+block_by_block+float32sum", "1 sequence, blocks"),
     ("loops", "scanned-8", "floor", "scanned layers: forward and backward pass alone"),
     ("loops", "scanned-8", f"{ZERO3}+float32sum", "scanned layers"),
-    ("loops", "scanned-8", "annotated_fsdp+first_dim", "scanned layers, optax with FSDP"),
     ("loops", "scanned-1", "floor", "the same with 1 sequence: alone"),
     ("loops", "scanned-1", f"{ZERO3}+float32sum", "scanned layers, 1 sequence"),
     ("loops", "unrolled-8x4", "floor", "4 micro-batches: forward and backward passes alone"),
@@ -304,8 +343,6 @@ def every_strategy() -> str:
         rows = group_rows(f"bench_step/h100_x4/{record}", workload)
         row, over_xla = rows[variant], rows.get(f"{variant}+over_xla")
         times = (f"{row['ms']:.1f}", f"{over_xla['ms']:.1f}" if over_xla else "")
-        if "annotated" in variant:
-            times = times[::-1]
         table.append((name, *times, f"{row['temporary_bytes'] / 1e9:.1f} GB"))
     return markdown.table(("", "by copies", "by XLA's collectives", "temporary memory"), table)
 
@@ -314,7 +351,6 @@ PROCESSES = (  # variant, its name
     ("floor", "forward and backward pass alone"),
     ("optim+float32sum", '"optim"'),
     (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks unsharded"),
-    ("annotated_zero1+first_dim", "optax with ZeRO-1"),
 )
 
 
@@ -517,22 +553,14 @@ def everyday() -> str:
     return markdown.table(("options", "ms", "fastest to slowest round"), table)
 
 
-def _more(records, ours) -> str:
-    """How many percent more tokens/s than optax's fastest step, linked to records.
-
-    ``records``: a record and one of its workloads for each number.
-    """
-    parts: dict[str, list[str]] = {}
-    for record, group in records:
-        rows = clipped_steps((record,), group)
-        parts.setdefault(record, []).append(_beside(rows[rival_of(rows)], rows[ours]))
-    return " and ".join(
-        f"[{' and '.join(found)}](experiments/results/bench_step/{record}.json)"
-        for record, found in parts.items()
-    )
+def _more(tokens, record, group, ours) -> str:
+    """How many percent more tokens/s than optax's fastest step, linked to its record."""
+    rows = clipped_steps((record,), group)
+    more = _beside(rows[rival_of(rows)], rows[ours])
+    return f"{tokens}: [{more}](experiments/results/bench_step/{record}.json)"
 
 
-def _in_step(record, ours, group=LONG) -> str:
+def _in_step(record, group, ours) -> str:
     """GB of a GPU during a step: ours, and optax's fastest."""
     rows = clipped_steps((record,), group)
     pair = (rows[x] for x in (ours, rival_of(rows)))
@@ -555,14 +583,20 @@ def _on_one_gpu() -> tuple[str, str]:
 
 def decision() -> str:
     """Who gains, how much beside optax, and with how many bytes: the first table of README."""
-    long, short = (("h200_x2/ways_8192", LONG), ("h200_x2/ways_1024", SHORT))
-    four = "h100_x4/clipped_four_processes"
+    two = (
+        ("1,024", "h200_x2/zero1", SHORT),
+        ("8,192", "h200_x2/zero1_again", LONG),
+        ("32,768", "h200_x2/zero1_32768", "unrolled-32"),
+    )
+    four = (("1,024", "h200_x4/zero1_1024", SHORT), ("8,192", "h200_x4/zero1_8192", LONG))
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
     largest = f"[{sizes[0]} parameters on 80 GB]({page})"
-    scan, large = (("h200_x2/scanned", "scanned-8"), ("h100_x4/large_model", "scanned-8"))
-    over_xla = (_more((long, short), x) for x in ("optim", f"{OPTIM}+over_xla"))
+    over_xla = (
+        " and ".join(f"{longer(group, x):.0f}" for group in (SHORT, LONG))
+        for x in ("optim", f"{OPTIM}+over_xla")
+    )
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
     table = [
         (
@@ -576,30 +610,24 @@ def decision() -> str:
             f"{largest}; {sizes[1]} with optax in float32", peaks,
         ),
         (
-            "2 or 4 GPUs with NVLink", "**yes**",
-            f"2 H200s: {_more((long, short), OPTIM)}; 4 H100s: "
-            f"{_more([(four, LONG), (four, SHORT)], OPTIM)}",
-            _in_step(long[0], OPTIM),
+            "2 GPUs with NVLink", "**yes**, most with few tokens per GPU",
+            ", ".join(_more(*x, OPTIM) for x in two), _in_step(*two[1][1:], OPTIM),
+        ),
+        (
+            "4 GPUs with NVLink", "**yes**, [gathered once](docs/gathering.md#gathered-once)",
+            ", ".join(_more(*x, ONCE) for x in four), _in_step(*four[1][1:], ONCE),
         ),
         (
             "the same, FSDP with scanned layers", "**yes**",
-            f"2 H200s: {_more([scan], SCANNED_FLOAT32)}",
-            _in_step(scan[0], SCANNED_FLOAT32, group="scanned-8"),
-        ),
-        (
-            "the same, 6.7e9 parameters", "**yes**, with 8-bit moments",
-            f"4 H100s: {_more([large], SCANNED_CODED)}, with float32 moments "
-            f"{_more([large], SCANNED_FLOAT32)}",
-            "{}, with float32 moments {}".format(
-                *(_in_step(large[0], x, "scanned-8") for x in (SCANNED_CODED, SCANNED_FLOAT32))
-            ),
+            f"2 GPUs, {_more('8,192', *SCANNED, SCANNED_FLOAT32)}",
+            _in_step(*SCANNED, SCANNED_FLOAT32),
         ),
         (
             "GPUs without NVLink, or 8 with it", "for its memory and dtypes",
-            "not measured; XLA's collectives on 2 H200s: {}, or {} with gradients summed in "
-            "float32".format(*over_xla), _in_step(long[0], "optim"),
+            "not measured; by XLA's collectives, steps on 2 H200s take {} % longer than by "
+            "copies, {} % with gradients summed in float32".format(*over_xla), "not measured",
         ),
         ("several hosts", "not yet: tested on CPUs only", "not measured", "not measured"),
     ]  # fmt: skip
-    columns = ("you train on", "use it?", "measured beside tuned optax: tokens/s")
+    columns = ("you train on", "use it?", "tokens/s beside tuned optax, by tokens per GPU")
     return markdown.table((*columns, "GB of a GPU in a step: ours / optax's"), table)

@@ -171,14 +171,12 @@ TABLES = {
     "low_precision_speed": speed_tables.low_precision_speed,
     "everyday": speed_tables.everyday,
     "sharded_state": speed_tables.sharded_state,
-    "two_gpus": lambda: speed_tables.steps(speed_tables.TWO_GPUS),
-    "four_gpus": lambda: speed_tables.steps(speed_tables.FOUR_GPUS),
+    "ways": speed_tables.ways,
+    "policies": speed_tables.policies,
+    "phases": speed_tables.phases,
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
-    "scanned_two": lambda: speed_tables.scanned(speed_tables.SCANNED_TWO, "tokens per GPU"),
-    "scanned_four": lambda: speed_tables.scanned(
-        speed_tables.SCANNED_FOUR, "parameters, sequences"
-    ),
+    "scanned": speed_tables.scanned,
     "one_gpu": speed_tables.one_gpu,
     "bytes_on_one_gpu": speed_tables.bytes_on_one_gpu,
     "by_tokens": speed_tables.by_tokens,

@@ -24,25 +24,9 @@ def row(record, **wanted):
     return next(x for x in of(record)["rows"] if wanted.items() <= x.items())
 
 
-def exposed(name, *phases):
-    """Milliseconds of phases beyond those of the model alone, on two H200s."""
-    pair = (
-        row("bench_step/h200_x2/clipped", name=f"unrolled-8/{x}")["phases"] for x in (name, "floor")
-    )
-    mine, floor = (
-        sum(found.get(phase, {"exposed_ms": 0})["exposed_ms"] for phase in phases) for found in pair
-    )
-    return mine - floor
-
-
-ZERO1, FSDP = (f"annotated_{x}+first_dim+clip+best_flags" for x in ("zero1", "fsdp"))
-OPTAX, OPTIM = "annotated_zero1+first_dim+clip", "optim+float32sum+clip"
-ONCE = "optim_grads_params+gathered_once+float32sum+whole_6+clip"
-WORK, WAITS = ("update", "norm", "sum"), ("reduce-scatter", "all-gather", "all-reduce", "idle")
-
-
-def waits(name):
-    return exposed(name, "peer copies", *WAITS)
+OPTIM = "optim+float32sum+clip"
+ONCE = "optim_grads_params+float32sum+gathered_once+whole_6+clip"
+OPTAX_ONCE = "annotated_fsdp+gathered_once+first_dim+clip+best_flags"
 
 
 def less_time(tree, record="default"):
@@ -53,38 +37,56 @@ def less_time(tree, record="default"):
     return 100 * (1 - mine["wall_microseconds"] / theirs["wall_microseconds"])
 
 
-def trial(record, flags, name=f"unrolled-1/{ZERO1}", than="none"):
-    """By how many percent optax's step takes longer with some flags than with others."""
-    tried = {x["flags"]: x["ms"] for x in row(f"bench_step/h200_x2/{record}", name=name)["tried"]}
-    return 100 * (tried[flags] / tried[than] - 1)
+def lead(record, group, ours):
+    """Percent more tokens/s than optax's fastest row: the median of the rounds."""
+    rows = [x for x in of(f"bench_step/{record}")["rows"] if x["name"].startswith(f"{group}/")]
+    rivals = [x for x in rows if "annotated" in x["name"]]
+    rival = min(rivals, key=lambda x: x["ms"])["rounds_ms"]
+    mine = next(x for x in rows if x["name"] == f"{group}/{ours}")["rounds_ms"]
+    return statistics.median(100 * (x / y - 1) for x, y in zip(rival, mine, strict=True))
 
 
-def more(record, rival, ours):
-    """Percent more tokens/s: the median of the rounds."""
-    pair = (row(f"bench_step/h200_x2/{record}", name=x)["rounds_ms"] for x in (rival, ours))
-    return statistics.median(100 * (x / y - 1) for x, y in zip(*pair, strict=True))
-
-
-def least_of_long(choose):
-    """The least or largest gain of those with 4,096 tokens or more per GPU, in one process or two."""
-    records = (("tokens", 4), ("ways_8192", 8), ("tokens", 32), ("two_processes", 8))
-    groups = ((record, f"unrolled-{n}") for record, n in records)
-    return choose(more(record, f"{group}/{ZERO1}", f"{group}/{OPTIM}") for record, group in groups)
-
-
-def default_policy(record, group):
-    """By how many percent a step of the default policy takes longer."""
-    default, mine = (
-        row(f"bench_step/h200_x2/{record}", name=f"{group}/{x}")["ms"]
-        for x in ("optim+sent_wide+clip", OPTIM)
+def over_xla(record, group):
+    """By how many percent a step takes longer by XLA's collectives, in bfloat16, than by copies."""
+    xla, copies = (
+        row(f"bench_step/h200_x2/{record}", name=f"{group}/{x}")["ms"] for x in ("optim+clip", OPTIM)
     )
-    return 100 * (default / mine - 1)
+    return 100 * (xla / copies - 1)
 
 
-def norm_kernel(record):
-    return row(f"bench_step/h200/{record}", name="unrolled-8/optim+float32sum+clip")["phases"][
-        "norm"
-    ]
+def four():
+    return of("bench_step/h200_x4/zero1_8192")["rows"]
+
+
+def of_gpus(found, *phases):
+    """Milliseconds that these phases take on each of four GPUs."""
+    listed = (found["phases"], *found["phases_of_other_gpus"])
+    return [sum(x[p]["exposed_ms"] for p in phases if p in x) for x in listed]
+
+
+def longer_than_traced(choose):
+    """By how many percent a step of many takes longer than a traced one: one of all rows."""
+    traced = ((x["ms"], max(of_gpus(x, *x["phases"]))) for x in four())
+    return 100 * (choose(ms / of_one for ms, of_one in traced) - 1)
+
+
+def apart(choose):
+    """How many ms longer the slowest GPU takes for the model: one of all rows."""
+    times = [of_gpus(x, "model", "copies") for x in four()]
+    return choose(max(x) - min(x) for x in times)
+
+
+def update(name):
+    found = row("bench_step/h200_x4/zero1_8192", name=f"unrolled-8/{name}")
+    return statistics.mean(of_gpus(found, "update", "sum", "norm", "other"))
+
+
+def clock(choose, key):
+    return choose(x["power"][key] for x in four())
+
+
+def above_floor(name):
+    return row("bench_step/h200_x4/zero1_8192", name=f"unrolled-8/{name}")["above_floor_ms"]
 
 
 def trained(folder):
@@ -119,23 +121,42 @@ def speed(work):
 SEED0 = "h100_x4/600_steps_3e-4/jdistadam_seed0"
 LOSSES = "losses_over_seeds/h200/default"
 SENTENCES = {
-    "and by {} to {} % with 4,096 or more": [
-        (lambda: least_of_long(min), ".0f"), (lambda: least_of_long(max), ".0f"),
+    "it trains on {} % more tokens per second on two H200s, and on {} % more on four.": [
+        (lambda: lead("h200_x2/zero1", "unrolled-1", OPTIM), ".1f"),
+        (lambda: lead("h200_x4/zero1_1024", "unrolled-1", ONCE), ".1f"),
     ],
-    "than a trial of the same program differs from another one ({} % with 8,192 tokens, {} % with "
-    "1,024)": [
-        (lambda: abs(trial("ways_8192", "latency_hiding+sol", f"unrolled-8/{ZERO1}")), ".1f"),
-        (lambda: abs(trial("ways_1024", "latency_hiding+sol")), ".1f"),
+    "it is {} % behind on two, and {} % on four. With 32,768 tokens, it is {} % ahead on two.": [
+        (lambda: -lead("h200_x2/zero1_again", "unrolled-8", OPTIM), ".1f"),
+        (lambda: -lead("h200_x4/zero1_8192", "unrolled-8", ONCE), ".1f"),
+        (lambda: lead("h200_x2/zero1_32768", "unrolled-32", OPTIM), ".1f"),
     ],
-    "flags are pipelined gathers; XLA's defaults take {} % longer": [
-        (lambda: trial("scanned", "none", f"scanned-8/{FSDP}", than="pipelined"), ".0f"),
+    "a step takes longer than by copies: {} % with 1,024 tokens per GPU, and {} % with 8,192.": [
+        (lambda: over_xla("ways_1024", "unrolled-1"), ".0f"),
+        (lambda: over_xla("ways_8192", "unrolled-8"), ".0f"),
+    ],
+    '"optim" takes {} ms with 8,192 tokens, and in [one](../experiments/results/bench_step/h200_x2/'
+    "ways_8192.json) on the same machine {} ms.": [
+        (lambda: row("bench_step/h200_x2/two_processes", name=f"unrolled-8/{OPTIM}")["ms"], ".1f"),
+        (lambda: row("bench_step/h200_x2/ways_8192", name=f"unrolled-8/{OPTIM}")["ms"], ".1f"),
+    ],
+    "clocks fall from {} to {} MHz, and all rows take {} to {} % longer": [
+        (lambda: clock(max, "mhz_highest"), ",.0f"), (lambda: clock(min, "mhz_lowest"), ",.0f"),
+        (lambda: longer_than_traced(min), ".0f"), (lambda: longer_than_traced(max), ".0f"),
+    ],
+    "jdistadam gathered once and optax gathered once both take {} ms": [
+        (lambda: above_floor(ONCE), ".1f"),
+    ],
+    'Above "no optimizer", jdistadam gathered once and optax gathered once both take {} ms': [
+        (lambda: above_floor(OPTAX_ONCE), ".1f"),
+    ],
+    "The slowest takes {} to {} ms longer for the model than the fastest": [
+        (lambda: apart(min), ".0f"), (lambda: apart(max), ".0f"),
+    ],
+    "which takes {} ms longer than optax's norm and update": [
+        (lambda: update(ONCE) - update(OPTAX_ONCE), ".1f"),
     ],
     "is {} higher, with a standard error of {} from three seeds; seeds of optax differ by {}.": [
         (above_optax, ".3f"), (error_above_optax, ".3f"), (between_seeds, ".3f"),
-    ],
-    "With 8,192 and 1,024 tokens, its steps take {} % and {} % longer.": [
-        (lambda: default_policy("ways_8192", "unrolled-8"), ".1f"),
-        (lambda: default_policy("ways_1024", "unrolled-1"), ".1f"),
     ],
     "takes {} to {} % less time than XLA's program for `optax.adamw` on GPT-2.": [
         (lambda: less_time("gpt2xl"), ".0f"), (lambda: less_time("gpt2s"), ".0f"),
@@ -144,15 +165,6 @@ SENTENCES = {
     "GPT-2 XL (gpt2xl), {} % less on a Llama": [
         (lambda: less_time("gpt2s"), ".0f"), (lambda: less_time("gpt2xl"), ".0f"),
         (lambda: less_time("llama1B", "llama1b"), ".0f"),
-    ],
-    "optax takes {} ms for the norm and the update, and waits {} ms for collectives": [
-        (lambda: exposed(OPTAX, *WORK), ".1f"), (lambda: waits(OPTAX), ".1f"),
-    ],
-    '"optim" takes {} ms for both, because it reads the gradients of both GPUs, and waits {} ms': [
-        (lambda: exposed(OPTIM, *WORK), ".1f"), (lambda: waits(OPTIM), ".1f"),
-    ],
-    '"Gathered once" takes {} ms, and waits {} ms': [
-        (lambda: exposed(ONCE, *WORK), ".1f"), (lambda: waits(ONCE), ".1f"),
     ],
     "copy engines read {} GB/s, and a kernel reads {} and writes {}": [
         (lambda: speed("fetched, copy engines"), ".0f"),
@@ -169,11 +181,6 @@ SENTENCES = {
     ],
     "in {} steps of {} sequences on one H200": [
         (lambda: int(of(LOSSES)["steps"]), "d"), (lambda: int(of(LOSSES)["batch"]), "d"),
-    ],
-    "took [{} ms](../experiments/results/bench_step/h200/norm_by_blocks.json) on an H200; today's "
-    "takes [{}](": [
-        (lambda: norm_kernel("norm_by_blocks")["exposed_ms"], ".2f"),
-        (lambda: norm_kernel("norm_by_warps")["exposed_ms"], ".2f"),
     ],
     "a model of {} M parameters ends at [{}](../experiments/results/train_lm/cpu/jdistadam/run.json), "
     "and with optax at [{}](": [
