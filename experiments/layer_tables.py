@@ -26,6 +26,12 @@ LAYERS = {  # row: model, its gathers in the forward and in the backward pass, t
         "block by block",
         "one or two blocks",
     ),
+    "unrolled, block by block, remat_policy": (
+        "the same, with `policy=jda.remat_policy`",
+        "block by block",
+        "block by block",
+        "one or two blocks",
+    ),
     "unrolled, block by block, nothing recomputed": (
         "unrolled, `layers`, without `jax.checkpoint`",
         "block by block",

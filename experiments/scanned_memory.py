@@ -58,6 +58,7 @@ def at_any_time(layer, tx, after):
 
 SCANNED = Row(scans=True)
 KEEPING = Row(policy=EVERYTHING)
+GATHERING_AGAIN = Row(policy=jda.remat_policy)
 WHOLE = Row("optim_grads")
 ROWS = {
     "scanned": {
@@ -71,6 +72,7 @@ ROWS = {
         "unrolled, gathered first": Row(gather=None),
         "unrolled, block by block": Row(),
         "unrolled, block by block, not after anything": Row(gather=at_any_time),
+        "unrolled, block by block, remat_policy": GATHERING_AGAIN,
         "unrolled, block by block, nothing recomputed": KEEPING,
         "unrolled, unsharded parameters": WHOLE,
         "unrolled, annotations": Row("annotations"),
@@ -82,6 +84,7 @@ ROWS = {
         "scanned, layer by layer": SCANNED,
         "unrolled, gathered first": Row(gather=None),
         "unrolled, block by block": Row(),
+        "unrolled, block by block, remat_policy": GATHERING_AGAIN,
         "unrolled, block by block, nothing recomputed": KEEPING,
     },
 }

@@ -31,6 +31,21 @@ PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 GATHERS = frozenset(("all_gather", "all_gather_invariant"))
 
+MOVES = frozenset(
+    "pvary pcast reduce_precision optimization_barrier name convert_element_type "
+    "bitcast_convert_type reshape squeeze expand_dims transpose broadcast_in_dim slice split "
+    "concatenate stack unstack pad rev copy custom_vjp_call jit".split()
+)
+"""Operations that only move or convert, or contain others."""
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div erf erf_inv "
+    "erfc exp exp2 expm1 floor integer_pow log log1p log2 logistic max min mul neg one_minus_square "
+    "polynomial pow rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh".split()
+)
+"""Operations on each element alone, which XLA computes where their results are used. Those with
+boolean results, as of dropout, are not among them: they take a byte, and random bits four."""
+
 _NESTED = {"jit": "jaxpr", "remat2": "jaxpr", "custom_vjp_call": "call_jaxpr"}  # and its jaxpr
 _BARRIER, _LOOP, _REMAT = "optimization_barrier", "scan", "remat2"
 _SUMS = ("psum", "pmax", "pmin", "reduce_scatter")  # beginnings of names

@@ -162,8 +162,8 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
     types = types_of_arrays(config, layout)[name]
     devices = parallel.size(parallel.cut_axes)
 
-    def make() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(devices * x.shape[0], x.dtype), types)
+    def local() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
 
     def zeros_on_host(x: Any) -> jax.Array:  # the device need not have room for it
         shape = (devices * x.shape[0],)
@@ -174,7 +174,10 @@ def zeros(config: DistributedConfig, layout: Layout, name: str) -> Any:
 
     if name in config.on_host:
         return jax.tree.map(zeros_on_host, types)
-    return jax.jit(make, out_shardings=sharding)()
+    # Mapped, so that on Explicit axes the type has this sharding inside of a program, too.
+    specs = jax.tree.map(lambda _: sharding.spec, types)
+    mapped = compat.shard_map(local, mesh=parallel.mesh, in_specs=(), out_specs=specs)
+    return jax.jit(mapped)()
 
 
 def decoded_shards(config: DistributedConfig, bucket: Bucket, name: str, moment: Any) -> jax.Array:

@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core import collectives, trees
+from jdistadam.core import collectives, jaxprs, trees
 from jdistadam.core.trees import Params
 from jdistadam.distributed import communication, model_axes
 from jdistadam.distributed.accumulate import weighted
@@ -234,9 +234,11 @@ def in_loss() -> Any:
 def remat_policy(primitive: Any, *_: Any, **params: Any) -> bool:
     """Says what ``jax.checkpoint`` saves; results of ``gather_params`` are gathered again.
 
-    It saves results that take time to compute: products, reductions, exponentials, custom calls.
-    Operations that only move or convert are rematerialized, so no gathered parameter stays in
-    memory from the forward to the backward pass::
+    It saves results that take time to compute: those of matrix products, convolutions, reductions,
+    custom calls, random bits. Elementwise operations are computed again where the backward pass
+    uses their results, because memory is slower than such arithmetic, and has no room for all of
+    them. Operations that only move or convert are, too, so no gathered parameter stays in memory
+    from the forward to the backward pass::
 
         body = jax.checkpoint(body, policy=jda.remat_policy, prevent_cse=False)  # in a scan
 
@@ -250,16 +252,12 @@ def remat_policy(primitive: Any, *_: Any, **params: Any) -> bool:
       [[1.0, 1.0], [1.0, 1.0]]
     """
     is_copy = params.get("target_name") in (copies.START, copies.WAIT)
-    return primitive.name not in _GATHERED_AGAIN and not is_copy
+    return primitive.name not in _COMPUTED_AGAIN and not is_copy
 
 
-# The collective itself, and operations that may be between it and the first use. If they were
-# saved, they would keep a whole parameter in memory.
-_GATHERED_AGAIN = frozenset(
-    "all_gather all_gather_invariant pvary pcast reduce_precision optimization_barrier name "
-    "convert_element_type bitcast_convert_type reshape squeeze expand_dims transpose "
-    "broadcast_in_dim slice concatenate copy custom_vjp_call jit".split()
-)
+# Moves may be between a gather and its first use. If they were saved, they would keep a whole
+# parameter in memory.
+_COMPUTED_AGAIN = jaxprs.GATHERS | jaxprs.MOVES | jaxprs.ELEMENTWISE
 
 
 def _gathered_shard(config: DistributedConfig, shard: Shard) -> jax.Array:

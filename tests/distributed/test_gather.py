@@ -99,3 +99,24 @@ def test_whole_params_where_shards_belong_raise():
         jda.MeshError, match=r"params\['columns'\]: not placed as sharding_strategy"
     ):
         step(params, opt_state, params)
+
+
+def test_a_block_keeps_what_takes_long_to_compute_and_booleans():
+    """No result of elementwise operations, and no part of a parameter that was converted."""
+
+    def block(w, x, key):
+        h = x.astype(jnp.float32)
+        h *= jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + 1e-5)
+        gate, up = jnp.split(w["up"].astype(x.dtype), 2, axis=1)
+        h = (h * w["scale"][None, None]).astype(x.dtype)
+        h = jax.nn.gelu(h @ gate) * (h @ up)
+        h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0)
+        return x + h @ w["down"].astype(x.dtype)
+
+    w = {"scale": jnp.ones(16), "up": jnp.ones((16, 64)), "down": jnp.ones((32, 16))}
+    args = w, jnp.ones((4, 8, 16), jnp.bfloat16), jax.random.key(0)
+    _, pullback = jax.vjp(jax.checkpoint(block, policy=jda.remat_policy), *args)
+    kept = sorted(x.aval.str_short() for x in jax.tree.leaves(pullback))
+    products, mean, mask = ["bfloat16[4,8,32]"] * 2, ["float32[4,8]"], ["bool[4,8,32]"]
+    arguments = [x.aval.str_short() for x in jax.tree.leaves(args[:2])]
+    assert kept == sorted(arguments + products + mean + mask)

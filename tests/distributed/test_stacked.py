@@ -126,7 +126,8 @@ def test_custom_loop_over_stacked_layers_is_train_step(check_vma, batches):
         jax.shard_map(
             local_step, mesh=mesh, in_specs=(*specs, tx.config.parallel.batch_spec), out_specs=specs,
             check_vma=check_vma,
-        )
+        ),
+        compiler_options=AS_FOR_USERS,
     )  # fmt: skip
     params, opt_state = state.params, state.opt_state
     for batch in batches:
@@ -177,33 +178,35 @@ def audited(h200s, policy, prevent_cse):
 @often(lambda accumulate_steps: accumulate_steps == 2)
 def test_each_layer_is_gathered_twice_and_reduced_once(h200s, accumulate_steps):
     """Asynchronously, in bfloat16, inside of the loops over layers; the audit agrees."""
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
     step, state, batch = compile_for_h200s(
-        h200s, jda.remat_policy, accumulate_steps=accumulate_steps
+        h200s, jda.remat_policy, checkpoint=checkpoint, accumulate_steps=accumulate_steps
     )
     audit = jda.audit(step, state, batch)
     assert audit.passed, str(audit)
-    size = 4 * 1024 * 1024  # up and down are sent together
-    times = {"all-gather": [], "reduce-scatter": []}
+    size = 4 * 1024 * 1024  # of up and of down, which are sent together
+    sizes = {"all-gather": size, "reduce-scatter": size // 8}
+    sent, looped = dict.fromkeys(sizes, 0), 0
     for c in hlo.collectives_in(audit.program.as_text()):
-        if c.arrays in ((("bf16", size),) * 2, (("bf16", size // 8),) * 2):
+        if number := c.arrays.count(("bf16", sizes.get(c.op))):
             assert c.is_async
-            times[c.op].append(c.times)
-    assert sum(times["reduce-scatter"]) == LAYERS * accumulate_steps
-    assert sum(times["all-gather"]) == 2 * LAYERS * accumulate_steps
+            sent[c.op] += c.times * number
+            looped += c.times * (c.op == "reduce-scatter" and c.times > 1)
+    assert sent["reduce-scatter"] == 2 * LAYERS * accumulate_steps
+    assert sent["all-gather"] == 2 * 2 * LAYERS * accumulate_steps
     # XLA may take the first or the last of the iterations, two layers each, out of a loop.
-    looped = [n for n in times["reduce-scatter"] if n > 1]
-    assert sum(looped) >= (LAYERS - 2) * accumulate_steps
+    assert looped >= (LAYERS - 2) * accumulate_steps
 
 
 def test_layers_are_sent_beside_the_products_of_others(h200s):
-    """Every gather and reduction in a loop; fewer in the backward one behind a barrier."""
+    """Every gather and reduction in a loop; fewer, or none, in the backward one behind a barrier."""
     found = {}
     for prevent_cse in (False, True):
         audit = audited(h200s, jda.remat_policy, prevent_cse)
         found[prevent_cse] = products_beside(audit.program.as_text())
     gathers = {key: [n for op, n in rows if op == "all-gather"] for key, rows in found.items()}
     # Two loops, which are unrolled by two.
-    assert len(gathers[False]) == len(gathers[True]) == 4
+    assert len(gathers[False]) == 4 >= len(gathers[True])
     assert all(n > 0 for _, n in found[False])
     assert sum(gathers[True][2:]) < sum(gathers[False][2:])
 

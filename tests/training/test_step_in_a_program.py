@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.distributed import bucket_leaves
 from support.bits import assert_trees_same_bits
 from support.h200 import WIDTH, collectives, loss_fn, params_of, placed
 from support.optimizers import distributed_adamw
@@ -54,9 +55,12 @@ def test_a_scan_over_batches_gives_the_bits_of_calls(cpu_mesh, strategy):
     assert int(after.opt_state.count) == 11
 
 
+@pytest.mark.parametrize("many_leaves", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@often(lambda strategy: strategy == "optim_grads_params")
-def test_params_are_read_and_replaced_in_a_program(cpu_mesh, strategy):
+@often(lambda strategy, many_leaves: strategy == "optim_grads_params" or many_leaves)
+def test_params_are_read_and_replaced_in_a_program(cpu_mesh, monkeypatch, strategy, many_leaves):
+    if many_leaves:  # so that fields begin bucket by bucket
+        monkeypatch.setattr(bucket_leaves, "_MANY", 0)
     step, state, batches = made(cpu_mesh, strategy)
     tx = step.tx
     state, _ = step(state, batches[0])
