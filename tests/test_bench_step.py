@@ -31,6 +31,10 @@ FAST_COMPILATION = (
     [
         ("scanned-2x2", ("annotated_fsdp", "optim_grads_params+clip")),
         ("unrolled-8", [f"optim_grads_params+{x}" for x in ("block_by_block", "at_any_time")]),
+        (
+            "unrolled-1",
+            [f"annotated_fsdp+{x}+clip" for x in ("gathered_once+whole_2", "products_kept")],
+        ),
     ],
 )
 def test_command_checks_and_times_every_row(tmp_path, workload, variants):
@@ -395,7 +399,7 @@ def test_tokens_choose_the_number_of_sequences():
     assert names == ["unrolled-1/floor", "unrolled-1/optim", "unrolled-4/floor",
                      "unrolled-4/optim", "scanned-4/floor"]  # fmt: skip
     found = rows.select("zero3_scanned", tokens=[2048], length=1024)
-    assert list(found) == ["scanned-2"] and len(found["scanned-2"]) == 4
+    assert list(found) == ["scanned-2"] and len(found["scanned-2"]) == 5
     with pytest.raises(SystemExit, match="no sequences of 2048"):
         rows.select("unrolled/optim", tokens=[1024], length=2048)
     with pytest.raises(SystemExit, match="say how many --tokens"):

@@ -26,7 +26,9 @@ def row(record, **wanted):
 
 OPTIM = "optim+float32sum+clip"
 ONCE = "optim_grads_params+float32sum+gathered_once+whole_6+clip"
-OPTAX_ONCE = "annotated_fsdp+gathered_once+first_dim+clip+best_flags"
+TUNED = "+first_dim+clip+best_flags"
+OPTAX_ZERO1, OPTAX_ONCE = f"annotated_zero1{TUNED}", f"annotated_fsdp+gathered_once{TUNED}"
+SCANNED = "optim_grads_params+float32sum+clip"
 
 
 def less_time(tree, record="default"):
@@ -49,7 +51,8 @@ def lead(record, group, ours):
 def over_xla(record, group):
     """By how many percent a step takes longer by XLA's collectives, in bfloat16, than by copies."""
     xla, copies = (
-        row(f"bench_step/h200_x2/{record}", name=f"{group}/{x}")["ms"] for x in ("optim+clip", OPTIM)
+        row(f"bench_step/h200_x2/{record}", name=f"{group}/{x}")["ms"]
+        for x in ("optim+clip", OPTIM)
     )
     return 100 * (xla / copies - 1)
 
@@ -76,9 +79,48 @@ def apart(choose):
     return choose(max(x) - min(x) for x in times)
 
 
+def of_four(name):
+    return row("bench_step/h200_x4/zero1_8192", name=f"unrolled-8/{name}")
+
+
+def updates(found):
+    return of_gpus(found, "update", "sum", "norm", "other")
+
+
 def update(name):
-    found = row("bench_step/h200_x4/zero1_8192", name=f"unrolled-8/{name}")
-    return statistics.mean(of_gpus(found, "update", "sum", "norm", "other"))
+    return statistics.mean(updates(of_four(name)))
+
+
+def row_of_two(sequences):
+    return row("bench_step/h200_x2/zero1", name=f"unrolled-{sequences}/{OPTIM}")
+
+
+def memory_beside_optax():
+    """How many GB more a step with 32,768 tokens takes than optax's."""
+    ours, optax = (
+        row("bench_step/h200_x2/zero1_32768", name=f"unrolled-32/{x}") for x in (OPTIM, OPTAX_ZERO1)
+    )
+    return sum(ours[x] - optax[x] for x in ("argument_bytes", "temporary_bytes")) / 1e9
+
+
+def fsdp2(key):
+    """Of the fastest row with 1,024 tokens."""
+    rows = [
+        x for x in of("bench_step/h200_x2/fsdp2")["rows"] if "unrolled-1/torch_fsdp2" in x["name"]
+    ]
+    return min(rows, key=lambda x: x["ms"])[key]
+
+
+def scan_gain(key):
+    wanted = {"row": f"scanned-8/{SCANNED}", "beside": f"scanned-8/annotated_fsdp{TUNED}"}
+    return next(
+        x for x in of("bench_step/h200_x2/scanned")["gains"] if wanted.items() <= x.items()
+    )[key]
+
+
+def scanned_copies(name):
+    found = row("bench_step/h200_x2/scanned", name=f"scanned-8/{name}")
+    return statistics.mean(of_gpus(found, "copies"))
 
 
 def clock(choose, key):
@@ -86,7 +128,7 @@ def clock(choose, key):
 
 
 def above_floor(name):
-    return row("bench_step/h200_x4/zero1_8192", name=f"unrolled-8/{name}")["above_floor_ms"]
+    return of_four(name)["above_floor_ms"]
 
 
 def trained(folder):
@@ -125,7 +167,9 @@ SENTENCES = {
         (lambda: lead("h200_x2/zero1", "unrolled-1", OPTIM), ".1f"),
         (lambda: lead("h200_x4/zero1_1024", "unrolled-1", ONCE), ".1f"),
     ],
-    "it is {} % behind on two, and {} % on four. With 32,768 tokens, it is {} % ahead on two.": [
+    "it is {} and {} % behind in two runs on two, and {} % on four. With 32,768 tokens, it is {} % "
+    "ahead on two.": [
+        (lambda: -lead("h200_x2/zero1", "unrolled-8", OPTIM), ".1f"),
         (lambda: -lead("h200_x2/zero1_again", "unrolled-8", OPTIM), ".1f"),
         (lambda: -lead("h200_x4/zero1_8192", "unrolled-8", ONCE), ".1f"),
         (lambda: lead("h200_x2/zero1_32768", "unrolled-32", OPTIM), ".1f"),
@@ -139,21 +183,41 @@ SENTENCES = {
         (lambda: row("bench_step/h200_x2/two_processes", name=f"unrolled-8/{OPTIM}")["ms"], ".1f"),
         (lambda: row("bench_step/h200_x2/ways_8192", name=f"unrolled-8/{OPTIM}")["ms"], ".1f"),
     ],
-    "clocks fall from {} to {} MHz, and all rows take {} to {} % longer": [
-        (lambda: clock(max, "mhz_highest"), ",.0f"), (lambda: clock(min, "mhz_lowest"), ",.0f"),
+    "its clock was between {} and {} MHz.": [
+        (lambda: clock(min, "mhz_lowest"), ",.0f"), (lambda: clock(max, "mhz_highest"), ",.0f"),
+    ],
+    "in the rounds, steps take {} to {} % longer": [
         (lambda: longer_than_traced(min), ".0f"), (lambda: longer_than_traced(max), ".0f"),
     ],
-    "jdistadam gathered once and optax gathered once both take {} ms": [
+    'Above "no optimizer", jdistadam gathered once and optax gathered once both take {} ms': [
         (lambda: above_floor(ONCE), ".1f"),
     ],
-    'Above "no optimizer", jdistadam gathered once and optax gathered once both take {} ms': [
-        (lambda: above_floor(OPTAX_ONCE), ".1f"),
-    ],
-    "The slowest takes {} to {} ms longer for the model than the fastest": [
+    "optax gathered once both take {} ms": [(lambda: above_floor(OPTAX_ONCE), ".1f")],
+    "It takes {} to {} ms longer for the model than the fastest": [
         (lambda: apart(min), ".0f"), (lambda: apart(max), ".0f"),
     ],
-    "which takes {} ms longer than optax's norm and update": [
+    "which with norm and update takes {} ms longer than norm and update of optax's FSDP": [
         (lambda: update(ONCE) - update(OPTAX_ONCE), ".1f"),
+    ],
+    "copies and memsets within a GPU, {} ms in optax's ZeRO-1.": [
+        (lambda: statistics.mean(of_gpus(of_four(OPTAX_ZERO1), "copies")), ".1f"),
+    ],
+    'the update beside which "optim" gathers takes {} ms instead of {}.': [
+        (lambda: update(OPTIM), ".1f"), (lambda: updates(row_of_two(8))[0], ".1f"),
+    ],
+    "jdistadam's step is only {} ms longer than without an optimizer, less than its update takes: its "
+    "model is compiled differently, with {} GB more memory.": [
+        (lambda: row("bench_step/h200_x2/zero1_32768", name=f"unrolled-32/{OPTIM}")["above_floor_ms"], ".1f"),
+        (memory_beside_optax, ".0f"),
+    ],
+    "rounds of this row range from {} to {} ms.": [
+        (lambda: fsdp2("ms_least"), ".0f"), (lambda: fsdp2("ms_most"), ".0f"),
+    ],
+    "Rounds range from {} to {} %": [
+        (lambda: scan_gain("percent_least"), "+.1f"), (lambda: scan_gain("percent_most"), "+.1f"),
+    ],
+    "and so copied {} ms more of what the backward pass needs": [
+        (lambda: scanned_copies(f"annotated_fsdp{TUNED}") - scanned_copies(SCANNED), ".0f"),
     ],
     "is {} higher, with a standard error of {} from three seeds; seeds of optax differ by {}.": [
         (above_optax, ".3f"), (error_above_optax, ".3f"), (between_seeds, ".3f"),

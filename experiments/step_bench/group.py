@@ -314,14 +314,15 @@ class Group:
                 times[name] = {flags: [] for flags in self.programs[name]}
         logs = self.on_gpu and processes.is_first()
         with power.PowerLog() if logs else contextlib.nullcontext() as log:
-            for i in range(rounds):
+            for i in range(rounds + 1):  # the first one warms up
                 turns = [(name, flags) for name in self.variants for flags in self.programs[name]]
                 for name, flags in turns[:: (-1) ** i]:
                     if name not in self.variants:  # another of its programs has failed
                         continue
                     with self._dropping(name):
                         self.variants[name].program = self.programs[name][flags]
-                        times[name][flags].append(1e3 * self._turn(name, steps[name]))
+                        found = 1e3 * self._turn(name, steps[name])
+                        times[name][flags] += [found] if i else []
         times = {name: self._best_of_rounds(name, times[name]) for name in self.variants}
         for name in self.variants:
             self.records[name] |= self._timed(times[name], times.get(self.floor))

@@ -35,6 +35,9 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
     "merge_64": merging(64 << 20),
     "merge_128": merging(128 << 20),
     "merge_1024": merging(1 << 30),
+    # Results of an all-gather are N times those of the reduce-scatter of its gradients.
+    "sums_32": {"xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20},
+    "sums_128": {"xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20},
     # Those of MaxText's configs/a3/llama_2_7b/1vm.sh, as far as this XLA has them. XLA's defaults
     # have the scheduler that hides latency.
     "maxtext": merging(128 << 20)
@@ -60,21 +63,21 @@ FLAGS = {  # by whether layers are scanned
     False: (
         "none",
         "early",
-        "merge_30",
-        "merge_64",
         "merge_128",
-        "merge_1024",
-        "early+merge_64",
+        "early+merge_128",
+        "sums_32",
+        "early+sums_32",
+        "sums_128",
         "maxtext",
     ),
     True: (
         "none",
-        "early",
         "pipelined",
         "early+pipelined",
         "early+pipelined+pipelined_sums",
         "merge_64+pipelined",
         "early+merge_nothing+pipelined",
+        "early+pipelined+sums_32",
         "maxtext",
     ),
 }
@@ -156,8 +159,9 @@ def parse(name, checkpoint="none"):
     annotated = {"clip", "first_dim", BEST, *OPTIONS}
     ours = SETTINGS | OPTIONS.keys()
     allowed = {FLOOR: set(), **{x: annotated for x in ANNOTATED}, **{x: ours for x in STRATEGIES}}
-    # bfloat16 parameters rest as shards, and are whole from the start of a step on.
-    allowed["annotated_fsdp"] = annotated | {"gathered_once"}
+    # "gathered_once": bfloat16 parameters rest as shards, and are whole from the start of a step
+    # on. "products_kept": a block keeps what blocks of train_step keep.
+    allowed["annotated_fsdp"] = annotated | WHOLE.keys() | {"gathered_once", "products_kept"}
     allowed["annotated_zero1"] = annotated | {"fused"}  # fused_adamw, its state sharded
     if "fused" in modifiers:
         allowed["annotated_zero1"] |= {"remainder16", "no_main", "block8"}
@@ -221,12 +225,14 @@ SETS = {
     "zero1": _group(
         "unrolled",
         f"annotated_zero1+{_TUNED}",
+        f"annotated_fsdp+{_TUNED}",
         f"annotated_fsdp+gathered_once+{_TUNED}",
         "optim+float32sum+clip",
     ),
     "zero3": _group(
         "unrolled",
         f"annotated_fsdp+{_TUNED}",
+        f"annotated_fsdp+gathered_once+whole_6+{_TUNED}",
         f"{_OURS_ZERO3}+gathered_once+whole_6+clip",
         f"{_OURS_ZERO3}+block_by_block+clip",
     ),
@@ -234,6 +240,7 @@ SETS = {
         "scanned",
         f"annotated_fsdp+{_TUNED}",
         f"annotated_fsdp+gathered_once+{_TUNED}",
+        f"annotated_fsdp+products_kept+{_TUNED}",
         f"{_OURS_ZERO3}+clip",
     ),
     # Ways to send gradients of 16-bit parameters: --tokens says how many sequences.

@@ -145,13 +145,19 @@ def shard_specs(shapes, num_shards, is_first=False):
 class AnnotatedUpdate:
     """optax.adamw on float32 parameters and moments, sharded by annotations."""
 
-    def __init__(self, shapes, mesh, is_fsdp, clips, cuts_first_dim=False):
+    def __init__(self, shapes, mesh, is_fsdp, clips, cuts_first_dim=False, is_cut=None):
         self.clip = optax.clip_by_global_norm(MAX_NORM) if clips else optax.identity()
         self.tx = optax.adamw(LEARNING_RATE, **HYPER)
         specs = shard_specs(shapes, mesh.size, cuts_first_dim)
         self.sharded = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), self.sharded)
         self.of_params = self.sharded if is_fsdp else replicated
+        if is_cut:  # of its bfloat16 parameters, only these rest as shards
+            self.of_params = jax.tree_util.tree_map_with_path(
+                lambda path, cut, whole: cut if is_cut(jax.tree_util.keystr(path)) else whole,
+                self.of_params,
+                replicated,
+            )
         state = jax.eval_shape(self.tx.init, shapes)
         self.of_state = optax.tree.map_params(
             self.tx, lambda _, s: s, state, self.sharded,
@@ -231,11 +237,13 @@ class Annotated:
         else:
             cuts_first_dim = "first_dim" in modifiers
             self.update = AnnotatedUpdate(
-                setting.shapes, setting.mesh, is_fsdp, clips, cuts_first_dim
+                setting.shapes, setting.mesh, is_fsdp, clips, cuts_first_dim, cut_of(modifiers)
             )
         # Otherwise XLA shards activations like parameters, and sends those.
-        place = {"place": self._by_sequence} if is_fsdp else {}
-        self._loss = setting.loss(**place)
+        extra = {"place": self._by_sequence} if is_fsdp else {}
+        if "products_kept" in modifiers:
+            extra["remat_policy"] = jda.remat_policy
+        self._loss = setting.loss(**extra)
         self._jitted = jax.jit(self._step, donate_argnums=0, compiler_options=options or None)
         self.program = None
         self.start = self.update.start
@@ -317,6 +325,11 @@ def memory_of(modifiers):
     return "pinned_host" if "host" in modifiers else "device"
 
 
+def cut_of(modifiers):
+    """Which parameters are cut between steps, by their paths; None: all."""
+    return models.cut_after(*(WHOLE[x] for x in WHOLE.keys() & modifiers))
+
+
 def norms_of(modifiers):
     if "norms_of_leaves" in modifiers:
         return "leaves"
@@ -334,7 +347,7 @@ def make_tx(mesh, strategy, modifiers, *, is_scanned=False, **kwargs):
         max_grad_norm=MAX_NORM if "clip" in modifiers else None,
         communication="xla" if "over_xla" in modifiers else "auto",
         reshard_after_forward="gathered_once" not in modifiers,
-        reshard_after_backward=models.cut_after(*(WHOLE[x] for x in WHOLE.keys() & modifiers)),
+        reshard_after_backward=cut_of(modifiers),
         layers=models.layers_of if is_scanned or BY_BLOCK & modifiers else None,
         ema_decay=0.999 if "ema" in modifiers else None,
         norms=norms_of(modifiers),

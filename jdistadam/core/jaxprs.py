@@ -39,9 +39,10 @@ MOVES = frozenset(
 """Operations that only move or convert, or contain others."""
 
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div erf erf_inv "
-    "erfc exp exp2 expm1 floor integer_pow log log1p log2 logistic max min mul neg one_minus_square "
-    "polynomial pow rem round rsqrt select_n sign sin sinh sqrt square sub tan tanh".split()
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp cos cosh div erf "
+    "erf_inv erfc exp exp2 expm1 floor integer_pow log log1p log2 logistic max min mul neg "
+    "one_minus_square polynomial pow rem round rsqrt select_n sign sin sinh sqrt square sub tan "
+    "tanh".split()
 )
 """Operations on each element alone, which XLA computes where their results are used. Those with
 boolean results, as of dropout, are not among them: they take a byte, and random bits four."""
