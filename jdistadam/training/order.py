@@ -323,8 +323,35 @@ class _Overlapping:
     def _run(self, i: int) -> None:
         """Runs a node, after those that it needs."""
         if not self._done[i]:
+            if i >= self._roles.end:
+                self._add_as_parts_arrive(i)
             self._demand(self._needs[i])
             self._evaluate(i)
+
+    def _add_as_parts_arrive(self, i: int) -> None:
+        """Runs the sums that a node of the optimizer needs, as for a norm.
+
+        The last parts then travel beside sums of others.
+        """
+        sums, seen, stack = list[int](), set[Value](), list(self._needs[i])
+        while stack:
+            v = stack.pop()
+            if v in seen or v in self._known or isinstance(v, _Effect):
+                continue
+            seen.add(v)
+            k = self._roles.made_by[v]
+            if self._nodes[k].is_sum:
+                sums.append(k)
+            else:
+                stack += self._needs[k]
+        places = {target: place for place, target in enumerate(self._group_of)}
+
+        def arrival(k: int) -> tuple[int, int]:
+            targets = (self._nodes[x].makes[0] for x in self._roles.exchanges_of.get(k, ()))
+            return max((places.get(v, len(places)) for v in targets), default=-1), k
+
+        for k in sorted(set(sums), key=arrival):
+            self._run(k)
 
     def _demand(self, values: Sequence[Value]) -> None:
         """Runs what some values need."""

@@ -12,7 +12,9 @@ another order, which barriers and operands enforce:
 - Gathers of what is known from the beginning start in the order in which their results are needed:
   all at first, or, if memory is to be saved, no more than ``AHEAD_BYTES`` at a time.
 - If memory is to be saved, gradients are added when the exchange after theirs has started. If not,
-  they are added after the backward pass, in which every wait would be for the slowest device.
+  they are added after the backward pass, in which every wait would be for the slowest device. If a
+  norm needs all sums, they run in the order in which parts arrive, and the last parts travel beside
+  the others' sums.
 - The steps of a loop that copies have this order, too: [Note: pipelined scan].
 - Copies are sent together until they are ``TOGETHER_BYTES``; gathers start before the next product
   or update in any case. One wait is for all that are sent together, and XLA must keep it. Otherwise

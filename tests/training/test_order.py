@@ -302,6 +302,21 @@ def test_gradients_are_sent_beside_the_products_that_follow():
     assert Tie(("v0", "v3")) in events and Wait((3,), (4,), "v2") in events
 
 
+def test_sums_for_a_norm_run_as_parts_arrive():
+    """Not as the norm names them: the last parts travel beside the sums of others."""
+    program = Program()
+    y = program.product("a0", "a1")
+    second, first = program.product(y, "a2"), program.product(y, "a3")
+    sent = [program.copy(x, is_gather=False) for x in (second, first)]
+    sums = [program.sum(x) for x in sent[::-1]]
+    norm = program.add(*sums, name="norm")
+    results = [program.update(x, norm) for x in sums]
+    events = order.overlapping(program.nodes, ARGUMENTS, results, Policy(together_bytes=1))
+    assert texts(program.nodes, events) == [
+        "v0", "v1", "start v3", "v2", "start v5", "wait v3", "v8", "wait v5", "v7", "norm", "v10", "v11"
+    ]  # fmt: skip
+
+
 def test_gathers_start_as_results_are_needed():
     """The second gather is needed first; the third one only when bytes have arrived."""
     program = Program()
