@@ -196,6 +196,10 @@ SENTENCES = {
     "It takes {} to {} ms longer for the model than the fastest": [
         (lambda: apart(min), ".0f"), (lambda: apart(max), ".0f"),
     ],
+    "All GPUs waited {} to {} ms for it": [
+        (lambda: min(of_gpus(of_four(ONCE), "peer copies")), ".1f"),
+        (lambda: max(of_gpus(of_four(ONCE), "peer copies")), ".1f"),
+    ],
     "which with norm and update takes {} ms longer than norm and update of optax's FSDP": [
         (lambda: update(ONCE) - update(OPTAX_ONCE), ".1f"),
     ],
