@@ -6,8 +6,6 @@
 
 #include <algorithm>
 
-#include <algorithm>
-
 #include "ffi_backend.h"
 
 namespace nb = nanobind;
