@@ -191,7 +191,8 @@ def decoded_shards(config: DistributedConfig, bucket: Bucket, name: str, moment:
       name: "mu" or "nu".
       moment: The moment.
     """
-    decode = _decoder(*_program_key(config, bucket, name))
+    num_blocks = -(-bucket.shard_size // BLOCK)
+    decode = _decoder(config.mesh, config.parallel.state_spec, name, bucket.is_coded, num_blocks)
     return decode(moment, bucket.moment_offset // BLOCK)
 
 
@@ -207,13 +208,8 @@ def with_shards(
       moment: The moment.
       shards: As ``decoded_shards`` returns them.
     """
-    encode = _encoder(*_program_key(config, bucket, name))
+    encode = _encoder(config.mesh, config.parallel.state_spec, name, bucket.is_coded)
     return encode(moment, bucket.moment_offset // BLOCK, shards)
-
-
-def _program_key(config: DistributedConfig, bucket: Bucket, name: str) -> tuple[Any, ...]:
-    num_blocks = -(-bucket.shard_size // BLOCK)
-    return config.mesh, config.parallel.state_spec, name, bucket.is_coded, num_blocks
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,7 +228,7 @@ def _decoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool, num_blocks: int) -> Any:
+def _encoder(mesh: Mesh, spec: P, name: str, is_coded: bool) -> Any:
     def local(moment: FlatCodes, block: jax.Array, shard: jax.Array) -> FlatCodes:
         def put(x: jax.Array, new: jax.Array, size: int) -> jax.Array:
             return memory.put_rows(x, new, block, size)
