@@ -25,17 +25,18 @@ from jdistadam.distributed.state import DistributedState
 
 
 def begun_shard(
-    config: DistributedConfig, field: Field, buckets: Sequence[Bucket], params: Sequence[Any]
+    config: DistributedConfig, layout: Layout, field: Field, params: Params
 ) -> jax.Array:
-    """This device's flat array of a field that begins with params, for consecutive buckets.
+    """This device's flat array of a field that begins with params.
 
     Args:
       config: The configuration.
+      layout: The layout of the params.
       field: Main parameters, or an average.
-      buckets: All buckets that have it, or some of them.
-      params: Leaves of the exact params, as this device holds them.
+      params: The exact params, as this device holds them.
     """
-    shards = [packing.state_shard(config.parallel, b, params, jnp.float32) for b in buckets]
+    buckets, leaves = [*filter(field.has, layout.buckets)], jax.tree.leaves(params)
+    shards = [packing.state_shard(config.parallel, b, leaves, jnp.float32) for b in buckets]
     flat = packing.flat_of(buckets, shards, jnp.float32)
     # Varying, as shards are, for the type checker of shard_map.
     flat = collectives.to_varying(flat, config.parallel.cut_axes)

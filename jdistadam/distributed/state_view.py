@@ -113,15 +113,14 @@ class StateView:
 
     def _begun(self, name: str, params: Params) -> Any:
         config, field = self.config, self.fields[name]
-        buckets = [bucket for bucket in self.layout.buckets if field.has(bucket)]
-        if not buckets:
+        if not any(map(field.has, self.layout.buckets)):
             has_none = flat_arrays.types_of_arrays(config, self.layout)[name] is None
             return None if has_none else self.zeros(name)
         if name in config.on_host or bucket_leaves.are_many(self.layout):
             return self._filled(name, jax.tree.leaves(params), field.codec)
 
         def local(tree: Params) -> Any:
-            return begun_shard(config, field, buckets, jax.tree.leaves(tree))
+            return begun_shard(config, self.layout, field, tree)
 
         specs, flat = global_specs(config, self.layout, params), config.parallel.state_spec
         mapped = compat.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=flat)

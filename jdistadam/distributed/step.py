@@ -34,15 +34,14 @@ from jdistadam.kernels.parts import Parts
 
 def init_local(config: DistributedConfig, layout: Layout, params: Params) -> DistributedState:
     """This device's shard of the initial state; ``params`` are whole, or shards."""
-    arrays, leaves = types_of_arrays(config, layout), jax.tree.leaves(params)
+    arrays = types_of_arrays(config, layout)
     axes, storage = config.parallel.cut_axes, config.algorithm.storage
     for name, field in fields_of(config).items():
         if arrays[name] is None:  # no parameter has it
             continue
         if field.begins == "params":
             check_not_transformed("init", params)
-            buckets = [bucket for bucket in layout.buckets if field.has(bucket)]
-            arrays[name] = begun_shard(config, field, buckets, leaves)
+            arrays[name] = begun_shard(config, layout, field, params)
         else:  # varying over the axes, as shards are, for the type checker of shard_map
             zeros = jax.tree.map(jnp.zeros_like, arrays[name])
             arrays[name] = jax.tree.map(lambda x: collectives.to_varying(x, axes), zeros)
