@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -229,23 +229,3 @@ def make_primitive(
     if jvp is not None:
         ad.primitive_jvps[made] = jvp
     return made
-
-
-class CalledPrimitive:
-    """A primitive that computes a function of trees, with its own rules."""
-
-    def __init__(self, name: str, *, batched: Rule, jvp: Rule) -> None:
-        """Takes the rules for ``jax.vmap`` and differentiation, with parameter ``call``."""
-        self.primitive = make_primitive(
-            name,
-            lambda *leaves, call, **_: jaxpr_as_fun(call)(*leaves),
-            lambda *leaves, call, **_: call.out_avals,
-            batched=batched,
-            jvp=jvp,
-        )
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **params: Any) -> Any:
-        """Returns ``function(*args)``; ``params`` are parameters for the rules."""
-        call, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = self.primitive.bind(*jax.tree.leaves(args), call=call, **params)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)

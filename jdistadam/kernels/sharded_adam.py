@@ -25,7 +25,6 @@ from jdistadam import compat
 from jdistadam.core import collectives
 from jdistadam.core.arguments import warn_caller
 from jdistadam.core.codecs import BlockCodes, is_codes
-from jdistadam.core.collectives import CalledPrimitive
 from jdistadam.errors import PolicyError
 from jdistadam.kernels import native
 from jdistadam.kernels.adam import adam
@@ -80,7 +79,10 @@ def sharded_adam(
     args = scalars, _placed_like_moments(spec, scalars, operands), rounding, tuple(out_like)
     step = functools.partial(_on_shards, spec, with_squares)
     treedef = jax.tree.structure(args)
-    results = _step(step, *args, spec=spec, treedef=treedef, with_squares=with_squares)
+    call, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+    static = dict(spec=spec, treedef=treedef, with_squares=with_squares)
+    leaves = _step_p.bind(*jax.tree.leaves(args), call=call, **static)
+    results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     models = operands._replace(out=out_like)[1:]
     typed = Results(*map(_typed_like, results[: len(REPLACED)], models))
     return typed._replace(squares=results.squares)
@@ -266,11 +268,17 @@ def _jvp(
 
     values, directions = ([x[i] for i in moving] for x in (leaves, tangents))
     static = dict(spec=spec, treedef=treedef, with_squares=with_squares)
-    results = _step.primitive.bind(*leaves, **static, **params)
+    results = _step_p.bind(*leaves, **static, **params)
     return results, jax.jvp(formula, values, directions)[1]
 
 
-_step = CalledPrimitive("jdistadam_step", batched=_batched, jvp=_jvp)
+_step_p = collectives.make_primitive(
+    "jdistadam_step",
+    lambda *leaves, call, **_: jaxpr_as_fun(call)(*leaves),
+    lambda *leaves, call, **_: call.out_avals,
+    batched=_batched,
+    jvp=_jvp,
+)
 
 
 def _lowered(
@@ -317,4 +325,4 @@ def _calls_by_dtype(spec: Spec, treedef: Any, with_squares: bool, *leaves: Any) 
     return jax.tree.leaves(results)
 
 
-compat.lower_by_operands(_step.primitive, _lowered)
+compat.lower_by_operands(_step_p, _lowered)
