@@ -23,7 +23,7 @@ from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
-from jdistadam.core.guards import GUARDS, DynamicLossScale
+from jdistadam.core.guards import GUARDS, saved_loss_scale
 from jdistadam.core.storage import MOMENTS, main_codec_of
 from jdistadam.distributed.flat_arrays import is_flat_codes
 from jdistadam.distributed.layout import Bucket
@@ -92,13 +92,12 @@ def _groups(leaves: Sequence[parts.Leaf], flat: FlatAdam | None, count: int) -> 
 
 
 def _of_flat(flat: FlatAdam) -> Iterator[Group]:
-    state, config = flat.state, flat.config
-    is_dynamic = isinstance(config.loss_scale, DynamicLossScale)
+    config = flat.config
+    scaling = saved_loss_scale(config.loss_scale, flat.state.scaling)
+    state = flat.state._replace(scaling=scaling)
     for section in ("count", "grad_norm", "key", *(guard.field for guard in GUARDS)):
         for leaf in parts.leaves(section, getattr(state, section)):
-            # The counts of a constant scale carry no information; see extra_state.py.
-            if is_dynamic or leaf.name not in ("scaling.growth_count", "scaling.hysteresis_count"):
-                yield _whole(leaf.name, leaf.value)
+            yield _whole(leaf.name, leaf.value)
     for bucket, params in flat.units:
         for section in flat.sections if bucket is not None else ():
             # Main parameters that params have too, as float32 and sent whole, are not kept twice.

@@ -159,6 +159,16 @@ def next_loss_scale(
     )
 
 
+def saved_loss_scale(config: Any, state: Any) -> Any:
+    """Returns the state of a loss scale as it is saved: the counts of a constant one are None.
+
+    They mean nothing, and cannot be told from those of a dynamic one, which may be zero, too.
+    """
+    if state is None or isinstance(config, DynamicLossScale):
+        return state
+    return state._replace(growth_count=None, hysteresis_count=None)
+
+
 def _continued_loss_scale(config: float | DynamicLossScale, new: Any, saved: Any) -> Any:
     """Continues a dynamic scale and its counts within the new limits; a constant one, its skips."""
     new = new._replace(skipped=np.int32(saved.skipped))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.guards import DynamicLossScale, LossScaleState, NormGuardState
+from jdistadam.core.guards import LossScaleState, NormGuardState, saved_loss_scale
 from jdistadam.core.hyperparameters import check_step_count
 from jdistadam.core.trees import OptState
 from jdistadam.distributed.global_arrays import copy_of, copy_to
@@ -55,10 +55,7 @@ class ExtraState(NamedTuple):
 def extra_state_of(state: TrainState, tx: DistributedTransformation) -> ExtraState:
     """Returns the additional state of a train state made with ``tx``; on the host."""
     sharded = find_state(state.opt_state)
-    scaling: Any = sharded.scaling
-    if scaling is not None and not isinstance(tx.config.loss_scale, DynamicLossScale):
-        # A constant scale's counts mean nothing; a dynamic scale may have the same: both zero.
-        scaling = scaling._replace(growth_count=None, hysteresis_count=None)
+    scaling = saved_loss_scale(tx.config.loss_scale, sharded.scaling)
     own = (state.model_state, state.rng)
     extra = ExtraState(sharded.count, sharded.grad_norm, scaling, *own, guard=sharded.guard)
     return jax.tree.map(copy_of, extra)
