@@ -66,7 +66,7 @@ def kernel_bytes(
                 gradient = received
             else:
                 found["sum"] += c.times * (received + c.elements // c.devices * reduced)
-        if not config.transport.keeps_parts:
+        if not config.transport.is_peer:
             found["norm"] += gradient
         found["update"] += gradient + bucket.shard_size * jnp.dtype(bucket.dtype).itemsize
         found["update"] += state_bytes(config, bucket)

@@ -61,7 +61,7 @@ def make_calls(
       grad_dtypes: The dtype of the summed gradient of each bucket.
     """
     layout, of_kind = schedule.layout, dict[Any, list[int]]()
-    overlaps = config.transport.overlaps
+    overlaps = config.transport.is_peer  # updates and gathers overlap
     for i, bucket in enumerate(layout.buckets):
         copied = overlaps and (bucket.is_sharded_param, bucket.split)
         kind = (bucket.dtype, grad_dtypes[i], bucket.has_main, bucket.is_coded, copied)

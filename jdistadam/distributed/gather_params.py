@@ -188,7 +188,7 @@ def gather_params(shards: Any, tx: DistributedTransformation, after: Any = None)
     trees.check_numbers(after, name="after")
     after = [jnp.asarray(x) for x in jax.tree.leaves(after)]
     after = [x for x in after if jnp.issubdtype(x.dtype, jnp.inexact)]
-    is_ordered = is_in_loss and tx.config.transport.overlaps  # by train_step
+    is_ordered = is_in_loss and tx.config.transport.is_peer  # by train_step
     if after and any(map(is_shard, leaves_of(shards))) and not is_ordered:
         shards = _after(shards, after)
     return jax.tree.map(gathered, shards, is_leaf=is_shard)

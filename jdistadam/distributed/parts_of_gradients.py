@@ -24,7 +24,7 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
     device memory, of which devices have equal parts.
     """
     return (
-        config.transport.keeps_parts
+        config.transport.is_peer
         and bucket.split == 1  # otherwise no device has another part
         and not (config.parallel.replica_axes or config.on_host)
         and bucket.has_main

@@ -72,18 +72,12 @@ class Transport(NamedTuple):
 
     @property
     def is_peer(self) -> bool:
-        """Whether devices copy: in equal programs, without rules for ``jax.vmap``."""
+        """Whether devices copy: in equal programs, without rules for ``jax.vmap``.
+
+        A gradient then arrives in parts, which a kernel adds later, with tiles of a norm. And
+        ``train_step`` lets copies overlap products and updates; otherwise XLA does.
+        """
         return self.name == "peer"
-
-    @property
-    def keeps_parts(self) -> bool:
-        """Whether a gradient arrives in parts, which a kernel adds later, with tiles of a norm."""
-        return self.is_peer
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether ``train_step`` lets copies overlap products and updates; XLA if it does not."""
-        return self.is_peer
 
     def groups_along(self, axes: Axes) -> Groups:
         """Returns the groups of devices along axes; none if XLA sends along them."""

@@ -184,7 +184,7 @@ class _Gradient:
             not_finite = leaves_not_finite(grads) if self.report_nonfinite else None
             return (out, not_finite), with_notes(grads, None, has_probe=False)
 
-        is_ordered = config.updates_early or config.transport.overlaps
+        is_ordered = config.updates_early or config.transport.is_peer
         order = tuple[int, ...]()
         if is_ordered and weight is None and not is_in_loop:
             ((out, not_finite), grads), order = with_order(differentiate, params)

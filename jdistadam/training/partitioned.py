@@ -51,7 +51,7 @@ def over_devices(
     jaxprs.warn_of_unknown()
     if tx.config.has_model_axes:
         return _over_data_axes(tx, on_a_device, specs, batch_spec, result_specs)
-    if tx.config.transport.overlaps:
+    if tx.config.transport.is_peer:
         saves_memory, unrolls = tx.config.parallel.shards_grads, tx.config.parallel.is_on_gpu
         options: dict[str, Any] = dict(saves_memory=saves_memory, unrolls=unrolls)
         on_a_device = with_overlap(on_a_device, **options, seen=seen)

@@ -224,7 +224,7 @@ def _mailboxes(config: DistributedConfig, schedule: Schedule, are_late: Sequence
     [Note: overlap] of training/overlap.py: one is sent, one is added, and parts of a third may wait
     for others that the same call adds.
     """
-    if not config.transport.keeps_parts:
+    if not config.transport.is_peer:
         return 0
     stay = not config.parallel.shards_grads
     sizes: dict[bool, list[int]] = {True: [], False: []}
@@ -275,7 +275,7 @@ def _buffers(
         yield "gathered parameters", 2 * whole * itemsize  # of this layer and the next
     wide = config.differentiated_dtype(bucket.dtype)  # [Note: widened shards]
     is_in_loop = bucket.num_layers is not None or any(x.times > 1 for x in entry.gather_again)
-    if is_in_loop and wide != bucket.dtype and not config.transport.overlaps:  # else one layer
+    if is_in_loop and wide != bucket.dtype and not config.transport.is_peer:  # else one layer
         yield "widened shards", inner * wide.itemsize
 
 
@@ -287,7 +287,7 @@ def _reduced(
     inner = entry.bucket.inner_size
     if not entry.reduce:  # no other device has these parameters
         return
-    if entry.reduce[0].op == "all-to-all" and not config.transport.keeps_parts:
+    if entry.reduce[0].op == "all-to-all" and not config.transport.is_peer:
         yield "received contributions", entry.reduce[0].elements * sent
     yield "reduced gradients", inner * reduced
     if entry.reduce[-1].op == "all-gather":  # of the parts of a float32 sum

@@ -74,7 +74,7 @@ def options_for(config: DistributedConfig, accumulate_steps: int) -> dict[str, A
     if not config.parallel.is_on_gpu:
         return {}
     wanted, parallel = dict[str, Any](), config.parallel
-    if "scan" in config.kinds_of_layers and not config.transport.overlaps:
+    if "scan" in config.kinds_of_layers and not config.transport.is_peer:
         wanted |= _PIPELINED
     # A loop over micro-batches starts after all parameters have arrived.
     gathers_once = parallel.shards_params and not parallel.reshard_after_forward
