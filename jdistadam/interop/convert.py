@@ -23,7 +23,7 @@ from jdistadam.drop_in.transformation import FusedTransformation, without_frozen
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.interop import named_state
 from jdistadam.interop.named_state import Group, NamedState, OfLeaves, Place, Rename, Transpose
-from jdistadam.training.optax_state import from_optax_state, main_params, to_optax_state
+from jdistadam.training.optax_state import main_params, to_optax_state, with_optax_state
 from jdistadam.training.train_state import TrainState
 
 _LIKE = "Pass our parameters, or their shapes."
@@ -81,9 +81,9 @@ def to_train_state(
     if not tx.config.policy.main_params.is_stored:
         _check_exact(params, ours, like)
     dtypes = jax.tree.map(lambda x: x.dtype, like)
-    _, opt_state, _ = to_optax_state(TrainState.create(params, tx, param_dtypes=dtypes), tx)
-    opt_state = _filled(opt_state, theirs.step, mu, nu, iter(()))
-    return from_optax_state(params, opt_state, tx, param_dtypes=dtypes)
+    state = TrainState.create(params, tx, param_dtypes=dtypes)
+    _, opt_state, _ = to_optax_state(state, tx)
+    return with_optax_state(state, tx, _filled(opt_state, theirs.step, mu, nu, iter(())))
 
 
 def from_train_state(

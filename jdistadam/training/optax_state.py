@@ -188,7 +188,20 @@ def from_optax_state(
     call = "from_optax_state(main_params, opt_state, tx, extra_state)"
     _refuse_state("main_params", main_params, call)
     state = TrainState.create(main_params, tx, param_dtypes=param_dtypes)
-    adam_template = _optax_template(tx, main_params)
+    return with_optax_state(state, tx, opt_state, extra_state)
+
+
+def with_optax_state(
+    state: TrainState,
+    tx: DistributedTransformation,
+    opt_state: OptState,
+    extra_state: ExtraState | None = None,
+) -> TrainState:
+    """Returns a new train state with the count, moments and other state of optax's state.
+
+    The result takes the arrays of ``state``.
+    """
+    adam_template = _optax_template(tx, state.params)
     opt_state = like_template(opt_state, map_state(lambda _: adam_template, state.opt_state))
     trees.check_arrays(opt_state, name="opt_state")
 
