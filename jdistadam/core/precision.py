@@ -122,6 +122,11 @@ class MixedPrecisionPolicy:
         return "\n".join(lines)
 
 
+def sent_dtype(policy: MixedPrecisionPolicy, dtype: Any) -> Any:
+    """Returns the communication dtype of parameters of this dtype."""
+    return dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
+
+
 def policy_of(value: Any) -> MixedPrecisionPolicy:
     """Returns a policy, the default for None; raises PolicyError for anything else."""
     if value is None:

@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import collectives, guards, memory, trees
+from jdistadam.core import collectives, guards, memory, precision, trees
 from jdistadam.core.algorithm import Algorithm
-from jdistadam.core.precision import MixedPrecisionPolicy
 from jdistadam.core.storage import MOMENTS, check_main_dtype
 from jdistadam.core.trees import Params
 from jdistadam.distributed import mesh_axes
@@ -42,7 +41,7 @@ class DistributedConfig:
 
     algorithm: Algorithm
     parallel: DataParallel
-    policy: MixedPrecisionPolicy
+    policy: precision.MixedPrecisionPolicy
     max_grad_norm: float | None
     loss_scale: float | guards.DynamicLossScale | None
     average_grads: bool
@@ -209,7 +208,7 @@ class DistributedConfig:
             return False
         if policy.main_params.is_remainder:
             return bool(dtype == jnp.bfloat16)
-        if _is_rounded_to_send(policy, dtype) and not is_held:
+        if precision.sent_dtype(policy, dtype) != dtype and not is_held:
             return True
         is_placed_alike = parallel.num_shards == 1 or (
             is_held and parallel.num_inner_shards == parallel.num_shards
@@ -271,16 +270,12 @@ def _check_same_specs(specs: list[P], of_local: list[P]) -> None:
         )
 
 
-def _is_rounded_to_send(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
-    return policy.param_comm_dtype is not None and policy.param_comm_dtype != dtype
-
-
-def _check_param_comm_dtype(policy: MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:
+def _check_param_comm_dtype(policy: precision.MixedPrecisionPolicy, leaves: Sequence[Leaf]) -> None:
     """Raises PolicyError if sending would lose bits of parameters, or would widen them."""
     comm = policy.param_comm_dtype
     for leaf in leaves:
         has_main = policy.main_params.is_stored and not policy.main_params.is_remainder
-        if _is_rounded_to_send(policy, leaf.dtype) and not has_main:
+        if precision.sent_dtype(policy, leaf.dtype) != leaf.dtype and not has_main:
             raise PolicyError(
                 f"{leaf.path}: would be rounded to param_comm_dtype at every step: got {comm} for "
                 f"{leaf.dtype} and no float32 main parameters, expected main_params_dtype float32, "

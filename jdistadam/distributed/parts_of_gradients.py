@@ -9,6 +9,7 @@ import jax
 
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.guards import LossScaleState, norm_scale
+from jdistadam.core.precision import sent_dtype
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.config import DistributedConfig
@@ -36,7 +37,7 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
 
 def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
     """Whether that kernel writes new parameters into the whole array, which is gathered next."""
-    is_sent_as_is = config.policy.param_comm_dtype in (None, bucket.dtype)
+    is_sent_as_is = sent_dtype(config.policy, bucket.dtype) == bucket.dtype
     return steps_on_parts(config, bucket) and is_sent_as_is and not bucket.is_sharded_param
 
 

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.collectives import Axes
-from jdistadam.core.precision import MixedPrecisionPolicy
+from jdistadam.core.precision import MixedPrecisionPolicy, sent_dtype
 from jdistadam.distributed.layers import BLOCK
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
@@ -326,10 +326,9 @@ class _PhaseMaker:
 
     def all_gather(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
         """Gathers parameters of this dtype."""
-        sent = self.policy.param_comm_dtype
         if not axes:
             return ()
-        return (self._one("all-gather", paths, elements, axes, dtype if sent is None else sent),)
+        return (self._one("all-gather", paths, elements, axes, sent_dtype(self.policy, dtype)),)
 
     def _all_reduce(self, paths: tuple[str, ...], elements: int, axes: Axes, dtype: Any) -> Phase:
         """Sums an array; each device gets all of it."""

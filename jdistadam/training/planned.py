@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core.precision import sent_dtype
 from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.config import DistributedConfig
@@ -263,7 +264,7 @@ def _buffers(
     if config.norms is not None:
         runs = num_runs(bucket.shard_size, holds_several(bucket))
         yield "squares of norms", 4 * len(KINDS) * runs
-    comm = bucket.dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
+    comm = sent_dtype(policy, bucket.dtype)
     yield "new shards", bucket.shard_size * itemsize
     if not bucket.has_main or policy.main_params.is_remainder:
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
