@@ -385,12 +385,7 @@ class _Functions:
         # Arrays that may not fit on the device are made on the host and filled bucket by bucket,
         # and so are those of many leaves.
         view = StateView(config, params)
-        for name, field in view.fields.items():
-            if field.begins == "params":
-                state = view.with_begun(name, state, params)
-            else:
-                state = state._replace(**{name: view.zeros(name)})
-        return state
+        return state._replace(**{name: view.begun(name, params) for name in view.fields})
 
     def local_step(
         self, schedule: Schedule, grads: Grads, state: Any, params: Params, **extra_args: Any

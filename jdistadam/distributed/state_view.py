@@ -94,7 +94,7 @@ class StateView:
         """
         if name not in self.fields:
             return opt_state
-        flat = self._begun(name, params)
+        flat = self.begun(name, params)
         return map_state(lambda state: state._replace(**{name: flat}), opt_state)
 
     def with_exact_values(self, opt_state: OptState, exact: Params, params: Params) -> Any:
@@ -111,11 +111,13 @@ class StateView:
                 opt_state = self.with_begun(name, opt_state, begin)
         return opt_state
 
-    def _begun(self, name: str, params: Params) -> Any:
+    def begun(self, name: str, params: Params) -> Any:
+        """Returns the flat array with which a field begins; None if no parameter has it."""
         config, field = self.config, self.fields[name]
-        if not any(map(field.has, self.layout.buckets)):
-            has_none = flat_arrays.types_of_arrays(config, self.layout)[name] is None
-            return None if has_none else self.zeros(name)
+        if flat_arrays.types_of_arrays(config, self.layout)[name] is None:
+            return None
+        if field.begins == "zeros" or not any(map(field.has, self.layout.buckets)):
+            return self.zeros(name)
         if name in config.on_host or bucket_leaves.are_many(self.layout):
             return self._filled(name, jax.tree.leaves(params), field.codec)
 
