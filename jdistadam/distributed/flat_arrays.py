@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import memory
-from jdistadam.core.codecs import BLOCK, FLOAT32, BlockCodes, Codec, codec_of
+from jdistadam.core.codecs import BLOCK, FLOAT32, NOTHING, BlockCodes, Codec, codec_of
 from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.layout import ALIGNMENT, Bucket, Layout, aligned
@@ -57,6 +57,11 @@ def fields_of(config: DistributedConfig) -> dict[str, Field]:
     average = Field("ema", FLOAT32, jnp.dtype(jnp.float32), "params")
     averages = [] if config.ema_decay is None else [average]
     return {field.name: field for field in (*mains, *moments, *averages)}
+
+
+def main_codec(config: DistributedConfig, bucket: Bucket) -> Codec:
+    """Returns how main parameters of a bucket are stored; ``NOTHING`` if it has none."""
+    return config.policy.main_params if bucket.has_main else NOTHING
 
 
 class Window(NamedTuple):

@@ -13,6 +13,7 @@ from jdistadam.core.precision import sent_dtype
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.config import DistributedConfig
+from jdistadam.distributed.flat_arrays import main_codec
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.kernels.parts import Adding, Cut, Parts, sum_parts
@@ -28,8 +29,7 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
         config.transport.is_peer
         and bucket.split == 1  # otherwise no device has another part
         and not (config.parallel.replica_axes or config.on_host)
-        and bucket.has_main
-        and config.policy.main_params == FLOAT32
+        and main_codec(config, bucket) == FLOAT32
         and not config.algorithm.storage.is_any
         and config.norms is None
     )

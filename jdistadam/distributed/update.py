@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdistadam.core.codecs import FLOAT32, NOTHING
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed import block_positions, packing
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.communication import gathered_params
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import STEPPED
+from jdistadam.distributed.flat_arrays import STEPPED, main_codec
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.norms import squares_request
 from jdistadam.distributed.parts_of_gradients import adding, is_written_whole
@@ -84,7 +84,7 @@ def update_shards(
         static, rounding = _rounding_of(config, layout, call, state)
         new = run(
             KernelCall.of(
-                _kept(config, call.buckets[0]),
+                main_codec(config, call.buckets[0]),
                 _spec(config, call, taken, static),
                 scalars,
                 _arrays(call, grads, old, taken),
@@ -109,7 +109,7 @@ def update_shards(
 
 def _old_params(config: DistributedConfig, bucket: Bucket, params: Sequence[Any]) -> Any:
     """A bucket's old parameters; None if they are casts of main parameters, and not read."""
-    if config.policy.main_params == FLOAT32 and bucket.has_main:
+    if main_codec(config, bucket) == FLOAT32:
         return None
     return packing.state_shard(config.parallel, bucket, params, bucket.dtype)
 
@@ -139,11 +139,6 @@ def _spec(
         nu_offsets=taken.starts("nu"),
         rounding=rounding,
     )
-
-
-def _kept(config: DistributedConfig, bucket: Bucket) -> Any:
-    """How main parameters of a bucket are kept."""
-    return config.policy.main_params if bucket.has_main else NOTHING
 
 
 def _rounding_of(

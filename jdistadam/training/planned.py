@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.precision import sent_dtype
 from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.config import DistributedConfig
-from jdistadam.distributed.flat_arrays import STEPPED, fields_of, types_of_arrays
+from jdistadam.distributed.flat_arrays import STEPPED, fields_of, main_codec, types_of_arrays
 from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.layout_text import DIGEST_SIZE
 from jdistadam.distributed.norms import holds_several
@@ -266,7 +267,7 @@ def _buffers(
         yield "squares of norms", 4 * len(KINDS) * runs
     comm = sent_dtype(policy, bucket.dtype)
     yield "new shards", bucket.shard_size * itemsize
-    if not bucket.has_main or policy.main_params.is_remainder:
+    if main_codec(config, bucket) != FLOAT32:
         yield "new shards", bucket.shard_size * itemsize  # cut out of the params
     if comm != bucket.dtype:
         yield "gathered parameters", whole * jnp.dtype(comm).itemsize
