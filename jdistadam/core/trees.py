@@ -231,6 +231,21 @@ def is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def impl_of_key(x: Any) -> Any:
+    """Returns the implementation of random keys; None for other arrays."""
+    return jax.random.key_impl(x) if is_key(x) else None
+
+
+def words_of(x: Any) -> Any:
+    """Returns the words of random keys; other arrays as they are."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def from_words(x: Any, impl: Any) -> Any:
+    """Returns random keys from their words; other arrays, without ``impl``, as they are."""
+    return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+
+
 def check_key(name: str, value: Any) -> None:
     """Raises DtypeError unless ``value`` is one random key, new-style or legacy."""
     if is_key(value) and value.shape == ():

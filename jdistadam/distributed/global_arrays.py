@@ -64,8 +64,7 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     placed as their words, because ``device_put`` cannot move keys to devices of other processes.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = [jax.random.key_impl(x) if trees.is_key(x) else None for x in leaves]
-    words = [jax.random.key_data(x) if trees.is_key(x) else x for x in leaves]
+    kinds, words = [*map(trees.impl_of_key, leaves)], [*map(trees.words_of, leaves)]
 
     on_device = jax.tree.map(memory.device_sharding, sharding)
     placed = jax.tree.leaves(place(jax.tree.unflatten(treedef, words), on_device))
@@ -88,8 +87,7 @@ def _copies(arrays: Sequence[Any], kinds: tuple[Any, ...]) -> list[Any]:
     """Copies of arrays; words become random keys if ``kinds`` has their implementation."""
 
     def one(x: Any, kind: Any) -> Any:
-        copied = jax.lax.convert_element_type(jnp.copy(x), x.dtype)
-        return copied if kind is None else jax.random.wrap_key_data(copied, impl=kind)
+        return trees.from_words(jax.lax.convert_element_type(jnp.copy(x), x.dtype), kind)
 
     return [one(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
 
@@ -180,8 +178,7 @@ def _memory_of(x: Any) -> int | None:
     """The address of an array's first shard in this process; None if it has none."""
     if not isinstance(x, jax.Array) or not x.size or x.is_deleted():
         return None
-    words = jax.random.key_data(x) if trees.is_key(x) else x
-    return words.addressable_data(0).unsafe_buffer_pointer()
+    return trees.words_of(x).addressable_data(0).unsafe_buffer_pointer()
 
 
 def fetch(x: Any) -> np.ndarray:

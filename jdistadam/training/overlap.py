@@ -80,18 +80,20 @@ def with_overlap(
     def overlapped(*args: Any) -> Any:
         kinds = list[Any]()
 
+        # Keys enter and leave a function with rules of its own as their words:
+        # `jax_debug_key_reuse` takes keys for used that pass through one.
         def in_words(*args: Any) -> Any:
             results = step(*args)
-            kinds.extend(map(_kind_of_key, jax.tree.leaves(results)))
-            return jax.tree.map(_words, results)
+            kinds.extend(map(trees.impl_of_key, jax.tree.leaves(results)))
+            return jax.tree.map(trees.words_of, results)
 
         traced, shapes = jax.make_jaxpr(in_words, return_shape=True)(*args)
         count = len(traced.consts)  # what the loss closes over
         operands = [*traced.consts, *jax.tree.leaves(args)]
-        kinds_of_operands = list(map(_kind_of_key, operands))
+        kinds_of_operands = list(map(trees.impl_of_key, operands))
 
         def program(words: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-            values = list(map(_from_words, words, kinds_of_operands))
+            values = list(map(trees.from_words, words, kinds_of_operands))
             return jaxprs.with_consts(traced, values[:count]), values[count:]
 
         def as_traced(*words: Any) -> list[Any]:
@@ -104,27 +106,10 @@ def with_overlap(
             return results
 
         run = _with_rules_of(as_traced, in_order)
-        results = map(_from_words, run(*map(_words, operands)), kinds)
+        results = map(trees.from_words, run(*map(trees.words_of, operands)), kinds)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return overlapped
-
-
-# Keys enter and leave a function with rules of its own as their words: `jax_debug_key_reuse` takes
-# keys for used that pass through one.
-
-
-def _kind_of_key(x: Any) -> Any:
-    """The implementation of a random key; None for other arrays."""
-    return jax.random.key_impl(x) if trees.is_key(x) else None
-
-
-def _words(x: Any) -> Any:
-    return jax.random.key_data(x) if trees.is_key(x) else x
-
-
-def _from_words(x: Any, kind: Any) -> Any:
-    return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
 
 
 def _with_rules_of(step: Callable[..., list[Any]], ordered: Callable[..., list[Any]]) -> Any:
