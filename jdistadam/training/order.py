@@ -71,6 +71,11 @@ class Node:
         return self.is_product or self.is_update or self.is_sum
 
 
+def end_of_model(nodes: Sequence[Node]) -> int:
+    """Returns the index after the last product: what follows is the optimizer."""
+    return 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
+
+
 class Run(NamedTuple):
     """A node runs."""
 
@@ -163,7 +168,7 @@ class _Roles:
     ) -> None:
         self._nodes = nodes
         self.made_by = {v: i for i, node in enumerate(nodes) for v in node.makes}
-        self.end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
+        self.end = end_of_model(nodes)
         live = self._live(results)
         self.is_start = [node.is_start and i in live for i, node in enumerate(nodes)]
         waits = [i for i, node in enumerate(nodes) if node.is_wait and i in live]
@@ -516,7 +521,7 @@ def early(
       results: Its results, or None. The first ones replace the first arguments, one by one.
       lag: The number of updates for which a product does not wait.
     """
-    end = 1 + max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
+    end = end_of_model(nodes)
     after = _last_uses(nodes, arguments, results, end)
     events, ready = list[Event](), _Ready()
     needs = _with_effects_in_order(nodes)

@@ -13,7 +13,7 @@ from jdistadam.core import jaxprs
 from jdistadam.kernels import copies, parts
 from jdistadam.kernels.adam import UPDATES
 from jdistadam.kernels.multi_tensor import NORMS
-from jdistadam.training.order import Event, Node, Run, Start, Wait, lines_of
+from jdistadam.training.order import Event, Node, Run, Start, Wait, end_of_model, lines_of
 
 ANCHORS = jaxprs.PRODUCTS | UPDATES | {parts.SUM, parts.STEP}
 """The operations that copies overlap."""
@@ -48,7 +48,7 @@ def nodes_of(traced: Any) -> list[Node]:
     """Returns the operations of a traced step."""
     eqns = traced.jaxpr.eqns
     nodes = list(map(_node_of, eqns))
-    last = max((i for i, node in enumerate(nodes) if node.is_product), default=-1)
+    last = end_of_model(nodes) - 1
     # Waits take a signal; XLA would transpose a result that is used transposed.
     return [
         dataclasses.replace(node, signals=()) if i != last and jaxprs.transposes(eqns[i]) else node
