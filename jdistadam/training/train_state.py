@@ -218,9 +218,10 @@ def _rounded(tx: DistributedTransformation, params: Params, trained: Params) -> 
     kind, layout = tx.config.policy.main_params, tx.layout(trained)
 
     def rounded(x: Any, like: Any, is_frozen: bool) -> Any:
-        is_split = kind.is_remainder and x.dtype == jnp.float32 and x.size
-        if is_split and like.dtype == jnp.bfloat16 and not is_frozen:
-            return kind.split(x, like.dtype, jnp)[0]  # the half that matches the remainder
+        is_split = kind.is_remainder and like.dtype == jnp.bfloat16 and not is_frozen
+        if is_split and x.dtype != like.dtype and x.size:
+            # The half that matches the remainder.
+            return kind.split(x.astype(jnp.float32), like.dtype, jnp)[0]
         return x.astype(like.dtype)
 
     treedef: Any = jax.tree.structure(params)

@@ -364,6 +364,8 @@ def test_remainders_round_ties_away_from_zero():
         assert "ties away from zero" in " ".join(text.split())
     groups = dict(param_labels={"ice": "ice", "w": ""}, groups={"": {}, "ice": {"frozen": True}})
     tx = make_tx(1, main_params_dtype="remainder16", **groups)
-    state = jda.TrainState.create({"ice": tie, "w": tie}, tx, param_dtypes=BF16)
-    assert_same_bits(state.params["ice"], tie.astype(BF16))  # it has no remainder
-    assert_same_bits(state.params["w"], upper)
+    for dtype in (np.float32, np.float16):
+        state = jda.TrainState.create({"ice": tie, "w": tie.astype(dtype)}, tx, param_dtypes=BF16)
+        assert_same_bits(state.params["ice"], tie.astype(BF16))  # it has no remainder
+        assert_same_bits(state.params["w"], upper)
+        assert_same_bits(jda.main_params(state.params, state.opt_state, tx)["w"], tie)
