@@ -28,7 +28,7 @@ import optax
 from jax.extend import core
 from jax.sharding import AxisType
 
-from jdistadam.core import trees
+from jdistadam.core import jaxprs, trees
 from jdistadam.core.arguments import check_flag, is_real, out_of_range, warn_caller
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError
 
@@ -167,11 +167,28 @@ def at_count(value: Any, count: jax.Array) -> Any:
     return value(count) if callable(value) else value
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Same:
+    """An array as a part of a key: it equals itself alone, and lives as long as the key."""
+
+    x: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.x is other.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """A traced schedule. Programs of equal text are equal: a step with one is compiled once."""
+    """A traced schedule. A step with equal ones is compiled once.
+
+    Equal ones have equal texts, and read the same arrays inside of a ``jax.jit``.
+    """
 
     text: str
+    hidden: tuple[Any, ...]
     jaxpr: Any = dataclasses.field(compare=False)
 
 
@@ -246,7 +263,11 @@ def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
         call(count)
     else:
         if trees.is_traced(values):
-            program = _Program(f"{traced.jaxpr} {traced.out_avals}", traced.jaxpr)
+            hidden = tuple(
+                _Same(x) if isinstance(x, jax.Array | np.ndarray) else x
+                for x in jaxprs.hidden_in(traced.jaxpr)
+            )
+            program = _Program(f"{traced.jaxpr} {traced.out_avals}", hidden, traced.jaxpr)
             return TracedSchedule(program, list(traced.consts), count)
     value = values[-1]
     return float(value) if isinstance(value, int) else value

@@ -108,6 +108,20 @@ def contains(eqn: Any, names: Collection[str]) -> bool:
     return name_of(eqn) in names or any(contains(e, names) for j in inner for e in j.eqns)
 
 
+def hidden_in(jaxpr: Any) -> Iterator[Any]:
+    """Yields what the text of a jaxpr does not tell apart: constants inside of it, and callbacks."""
+    for eqn in jaxpr.eqns:
+        for name, value in eqn.params.items():
+            if name == "callback":
+                yield value
+            for x in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(x, core.ClosedJaxpr):
+                    yield from x.consts
+                    yield from hidden_in(x.jaxpr)
+                elif isinstance(x, core.Jaxpr):
+                    yield from hidden_in(x)
+
+
 def has_effects(eqn: Any) -> bool:
     """Whether an equation does more than make results; to know an axis of a mesh is no effect."""
     return any(type(effect).__name__ != _OF_AXES for effect in eqn.effects)

@@ -215,6 +215,43 @@ def test_a_schedule_may_read_what_is_differentiated_or_batched(transform, jitted
     np.testing.assert_allclose(*results, rtol=1e-5)
 
 
+READERS = {  # what a schedule reads is in a program inside of it, or on the host
+    "jit": lambda table: jax.jit(lambda count: jnp.asarray(table)[count]),
+    "jit of a jit": lambda table: jax.jit(jax.jit(lambda count: jnp.asarray(table)[count])),
+    "cond": lambda table: (
+        lambda count: jax.lax.cond(
+            count < 9, jax.jit(lambda i: jnp.asarray(table)[i]), lambda i: 0.0 * i, count
+        )
+    ),
+    "callback": lambda table: (
+        lambda count: jax.pure_callback(
+            lambda i: np.float32(table[int(i)]), jax.ShapeDtypeStruct((), jnp.float32), count
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_schedules_that_differ_in_what_they_read_share_no_program(read, kind):
+    """Their text is equal, and the second optimizer had the learning rates of the first."""
+    params = {"w": jnp.ones(3)}
+    for rates in ([0.1, 0.2], [0.01, 0.5]):
+        schedule = READERS[read](kind(rates, jnp.float32))
+        for step in ((tx := jda.fused_adamw(schedule, weight_decay=0.0)).step, jax.jit(tx.step)):
+            new, state = params, tx.init(params)
+            for rate in rates:
+                old = new
+                new, state = step(params, state, new)
+                moved = np.asarray(old["w"] - new["w"])
+                # 1 - b2 is 0.001, of a number that is rounded at 2**-24.
+                np.testing.assert_allclose(moved, rate, rtol=2**-24 / 0.001)
+        if read != "callback":  # traced anew, but compiled once
+            compiled = num_compilations()
+            tx.step(params, state, new)
+            assert num_compilations() == compiled
+
+
 @pytest.mark.parametrize("value", [None, "0.1", jnp.ones(2), 1j])
 def test_schedules_that_return_no_number_raise(value):
     tx = jda.fused_adamw(lambda count: value)
