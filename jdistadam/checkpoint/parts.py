@@ -72,7 +72,11 @@ class Entry:
 
 
 def fields_of(state: Any) -> dict[str, Any]:
-    """Returns the fields of a state by name; raises TreeError without params and opt_state."""
+    """Returns the fields of a state by name.
+
+    Raises TreeError without params and opt_state, or with a field that has the name of the arrays
+    from which a restore takes the exact values of params.
+    """
     children, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     fields = {jax.tree_util.keystr(path, simple=True): child for path, child in children}
     if not {"params", "opt_state"} <= fields.keys():
@@ -81,6 +85,12 @@ def fields_of(state: Any) -> dict[str, Any]:
             f"with {sorted(fields) or 'no fields'}, expected a TrainState, "
             "or a dictionary with these two. Pass TrainState.shapes(params, tx) to restore a "
             "TrainState, or {'params': params, 'opt_state': opt_state}; tx comes after it."
+        )
+    if "main_params" in fields:
+        raise TreeError(
+            "main_params: the optimizer's arrays have this name in a checkpoint, and params would "
+            "be restored from it: got a field of that name, expected another name. "
+            "Rename the field."
         )
     return fields
 

@@ -109,7 +109,7 @@ def contains(eqn: Any, names: Collection[str]) -> bool:
 
 
 def hidden_in(jaxpr: Any) -> Iterator[Any]:
-    """Yields what the text of a jaxpr does not tell apart: constants inside of it, and callbacks."""
+    """Yields what the text of a jaxpr does not tell apart: inner constants, and callbacks."""
     for eqn in jaxpr.eqns:
         for name, value in eqn.params.items():
             if name == "callback":

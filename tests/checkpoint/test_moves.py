@@ -228,6 +228,17 @@ def test_the_seed_of_random_bits_moves_between_optimizers(tmp_path):
     assert_trees_same_bits(got, step(grads, state, params))
 
 
+def test_a_field_of_the_name_of_main_parameters_raises(tmp_path):
+    """It was restored as params."""
+    tx, params = jda.fused_adamw(1e-2), {"w": jnp.ones(3)}
+    state = {"params": params, "opt_state": tx.init(params)}
+    mine = state | {"main_params": {"w": jnp.full(3, 7.0)}}
+    jda.save(tmp_path / "state", state)
+    for call in (jda.save, jda.restore):
+        with pytest.raises(jda.TreeError, match=r"^main_params: the optimizer's arrays have this"):
+            call(tmp_path / "state", mine)
+
+
 def test_the_seed_is_no_other_array_of_that_name(tmp_path):
     """A field "key" of the user, and a file without a seed."""
     coded = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
