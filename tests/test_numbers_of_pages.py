@@ -220,7 +220,7 @@ SENTENCES = {
     "Rounds range from {} to {} %": [
         (lambda: scan_gain("percent_least"), "+.1f"), (lambda: scan_gain("percent_most"), "+.1f"),
     ],
-    "and so copied {} ms more of what the backward pass needs": [
+    "and spent {} ms more on copies of activations": [
         (lambda: scanned_copies(f"annotated_fsdp{TUNED}") - scanned_copies(SCANNED), ".0f"),
     ],
     "is {} higher, with a standard error of {} from three seeds; seeds of optax differ by {}.": [
