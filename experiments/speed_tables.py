@@ -80,7 +80,7 @@ def sharded_state() -> str:
 
 ZERO3 = "optim_grads_params"
 ZERO1, FSDP = "annotated_zero1+first_dim", "annotated_fsdp+first_dim"
-OPTAX_ONCE = f"{FSDP}+gathered_once"
+OPTAX_ONCE, OPTAX_WHOLE = f"{FSDP}+gathered_once", f"{FSDP}+gathered_once+whole_6"
 OPTIM, OPTIM_CODED = "optim+float32sum", "optim+block8+float32sum+remainder16"
 ONCE = f"{ZERO3}+float32sum+gathered_once+whole_6"
 BLOCKS = f"{ZERO3}+block_by_block+float32sum"
@@ -89,6 +89,7 @@ OF_STEPS = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     ZERO1: "optax, ZeRO-1 by `NamedSharding`",
     OPTAX_ONCE: "optax, FSDP by `NamedSharding`, gathered once",
+    OPTAX_WHOLE: "the same, 6 blocks whole",
     FSDP: "optax, FSDP by `NamedSharding`",
     "torch_floor": "torch, no optimizer",
     FSDP2: "torch: FSDP2, fused AdamW",
@@ -103,7 +104,10 @@ WAYS = {  # GPUs: records of both workloads
         LONG: ("h200_x2/zero1_again", "h200_x2/fsdp2"),
         SHORT: ("h200_x2/zero1", "h200_x2/fsdp2"),
     },
-    "4": {LONG: ("h200_x4/zero1_8192",), SHORT: ("h200_x4/zero1_1024",)},
+    "4": {
+        LONG: ("h200_x4/zero1_8192", "h200_x4/fsdp2"),
+        SHORT: ("h200_x4/zero1_1024", "h200_x4/fsdp2"),
+    },
 }
 
 
@@ -210,6 +214,7 @@ def policies() -> str:
     return markdown.table(("gradients", "8,192 tokens: ms (longer)", "1,024 tokens"), table)
 
 
+TRACED = "h200_x4/traced"
 OF_MODEL, OF_UPDATE = ("model", "copies"), ("update", "sum", "norm", "other")
 
 
@@ -225,10 +230,10 @@ def phases_of_gpus(row) -> list[tuple[float, float, float]]:
 
 def phases() -> str:
     """One line for each way to step on four H200s: where a traced step spends its time."""
-    rows = clipped_steps(WAYS["4"][LONG], LONG)
+    rows = clipped_steps((TRACED,), LONG)
     table = []
     for variant, name in OF_STEPS.items():
-        if variant in rows:
+        if variant in rows and variant != BLOCKS:  # with an older jda.remat_policy
             of_gpus = phases_of_gpus(rows[variant])
             cells = (f"{min(x):.1f} to {max(x):.1f}" for x in zip(*of_gpus, strict=True))
             longest = max(sum(x) for x in of_gpus)
@@ -274,15 +279,14 @@ def by_tokens() -> str:
 
 
 SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
-SCANNED_CODED = f"{ZERO3}+block8+float32sum+remainder16"
 OF_SCANNED = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     FSDP: "optax, FSDP by `NamedSharding`",
     OPTAX_ONCE: "the same, gathered once",
-    SCANNED_FLOAT32: "jdistadam, ZeRO-3",
-    SCANNED_CODED: "jdistadam, ZeRO-3, remainder16, block8",
+    f"{FSDP}+products_kept": "optax, FSDP, with `jda.remat_policy`",
+    SCANNED_FLOAT32: "jdistadam, ZeRO-3, with `jda.remat_policy`",
 }
-SCANNED = ("h200_x2/scanned", "scanned-8")
+SCANNED = ("h200_x4/scanned", "scanned-8")
 
 
 def scanned() -> str:
@@ -347,22 +351,18 @@ def every_strategy() -> str:
     return markdown.table(("", "by copies", "by XLA's collectives", "temporary memory"), table)
 
 
-PROCESSES = (  # variant, its name
-    ("floor", "forward and backward pass alone"),
-    ("optim+float32sum", '"optim"'),
-    (f"{ZERO3}+gathered_once+float32sum+whole_6", "gathered once, first 6 of 24 blocks unsharded"),
-)
-
-
 def processes() -> str:
-    """One line for each kind of step in four processes, a GPU each; a column for each workload."""
-    columns = (("four_processes_again", "unrolled-8"), ("four_processes_1_sequence", "unrolled-1"))
-    found = [group_rows(f"bench_step/h100_x4/{record}", group) for record, group in columns]
-    table = [
-        (name, *(f"{rows[variant]['ms']:.1f}" if variant in rows else "-" for rows in found))
-        for variant, name in PROCESSES
-    ]
-    return markdown.table(("", "8 sequences, ms", "1 sequence, ms"), table)
+    """One line for each kind of step on four GPUs: in one process and in four."""
+    table = []
+    for variant in ("floor", ONCE):
+        cells = []
+        for group, records in WAYS["4"].items():
+            ways = (records, ("h200_x4/four_processes",))
+            both = (clipped_steps(way, group)[variant] for way in ways)
+            cells.append(" / ".join(f"{row['ms']:.1f}" for row in both))
+        table.append((OF_STEPS[variant], *cells))
+    columns = ("step", "8,192 tokens, ms: one process / four", "1,024 tokens: one / four")
+    return markdown.table(columns, table)
 
 
 ONE_H200 = ("h200/scanned", "h200/unrolled")
@@ -620,9 +620,9 @@ def decision() -> str:
             ", ".join(_more(*x, ONCE) for x in four), _in_step(*four[1][1:], ONCE),
         ),
         (
-            "2 GPUs, FSDP with scanned layers", "for its memory and dtypes",
-            f"{_more('8,192', *SCANNED, SCANNED_FLOAT32)}, with [another policy of "
-            "rematerialization](docs/benchmarks.md#scanned-layers)",
+            "4 GPUs, FSDP with scanned layers", "**yes**",
+            f"{_more('8,192', *SCANNED, SCANNED_FLOAT32)}, [both "
+            "rematerialized](docs/benchmarks.md#scanned-layers)",
             _in_step(*SCANNED, SCANNED_FLOAT32),
         ),
         (

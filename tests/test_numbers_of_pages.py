@@ -28,7 +28,7 @@ OPTIM = "optim+float32sum+clip"
 ONCE = "optim_grads_params+float32sum+gathered_once+whole_6+clip"
 TUNED = "+first_dim+clip+best_flags"
 OPTAX_ZERO1, OPTAX_ONCE = f"annotated_zero1{TUNED}", f"annotated_fsdp+gathered_once{TUNED}"
-SCANNED = "optim_grads_params+float32sum+clip"
+SCANNED, OPTAX_KEPT = "optim_grads_params+float32sum+clip", f"annotated_fsdp+products_kept{TUNED}"
 
 
 def less_time(tree, record="default"):
@@ -58,7 +58,7 @@ def over_xla(record, group):
 
 
 def four():
-    return of("bench_step/h200_x4/zero1_8192")["rows"]
+    return of("bench_step/h200_x4/traced")["rows"]
 
 
 def of_gpus(found, *phases):
@@ -80,7 +80,7 @@ def apart(choose):
 
 
 def of_four(name):
-    return row("bench_step/h200_x4/zero1_8192", name=f"unrolled-8/{name}")
+    return row("bench_step/h200_x4/traced", name=f"unrolled-8/{name}")
 
 
 def updates(found):
@@ -103,32 +103,48 @@ def memory_beside_optax():
     return sum(ours[x] - optax[x] for x in ("argument_bytes", "temporary_bytes")) / 1e9
 
 
-def fsdp2(key):
-    """Of the fastest row with 1,024 tokens."""
+def fsdp2(group, key):
+    """Of the fastest row on four GPUs."""
     rows = [
-        x for x in of("bench_step/h200_x2/fsdp2")["rows"] if "unrolled-1/torch_fsdp2" in x["name"]
+        x for x in of("bench_step/h200_x4/fsdp2")["rows"] if f"{group}/torch_fsdp2" in x["name"]
     ]
     return min(rows, key=lambda x: x["ms"])[key]
 
 
-def scan_gain(key):
-    wanted = {"row": f"scanned-8/{SCANNED}", "beside": f"scanned-8/annotated_fsdp{TUNED}"}
-    return next(
-        x for x in of("bench_step/h200_x2/scanned")["gains"] if wanted.items() <= x.items()
-    )[key]
+def gain(record, ours, beside, key="percent"):
+    wanted = {"row": ours, "beside": beside}
+    found = of(f"bench_step/h200_x4/{record}")["gains"]
+    return next(x for x in found if wanted.items() <= x.items())[key]
 
 
-def scanned_copies(name):
-    found = row("bench_step/h200_x2/scanned", name=f"scanned-8/{name}")
-    return statistics.mean(of_gpus(found, "copies"))
+def of_scans(key):
+    return gain("scanned", f"scanned-8/{SCANNED}", f"scanned-8/{OPTAX_KEPT}", key)
+
+
+def scanned_phase(name, phase):
+    """ms of the first GPU."""
+    return of_gpus(row("bench_step/h200_x4/scanned", name=f"scanned-8/{name}"), phase)[0]
+
+
+def once(key):
+    return gain("zero1_8192", f"unrolled-8/{ONCE}", f"unrolled-8/{OPTAX_ONCE}", key)
+
+
+def with_policy():
+    """By how many percent optax's fastest scan is shorter with the policy than without."""
+    plain, kept = (
+        row("bench_step/h200_x4/scanned", name=f"scanned-8/annotated_fsdp{x}{TUNED}")["ms"]
+        for x in ("", "+products_kept")
+    )
+    return 100 * (1 - kept / plain)
 
 
 def clock(choose, key):
     return choose(x["power"][key] for x in four())
 
 
-def above_floor(name):
-    return of_four(name)["above_floor_ms"]
+def above_floor(name, record="traced"):
+    return row(f"bench_step/h200_x4/{record}", name=f"unrolled-8/{name}")["above_floor_ms"]
 
 
 def trained(folder):
@@ -167,21 +183,33 @@ SENTENCES = {
         (lambda: lead("h200_x2/zero1", "unrolled-1", OPTIM), ".1f"),
         (lambda: lead("h200_x4/zero1_1024", "unrolled-1", ONCE), ".1f"),
     ],
-    "it is {} and {} % behind in two runs on two, and {} % on four. With 32,768 tokens, it is {} % "
-    "ahead on two.": [
+    "it is {} and {} % behind in two runs on two, and {} % ahead on four. With 32,768 tokens, it is {} "
+    "% ahead on two. With scanned layers and 8,192 tokens, it is {} % ahead on four": [
         (lambda: -lead("h200_x2/zero1", "unrolled-8", OPTIM), ".1f"),
         (lambda: -lead("h200_x2/zero1_again", "unrolled-8", OPTIM), ".1f"),
-        (lambda: -lead("h200_x4/zero1_8192", "unrolled-8", ONCE), ".1f"),
+        (lambda: lead("h200_x4/zero1_8192", "unrolled-8", ONCE), ".1f"),
         (lambda: lead("h200_x2/zero1_32768", "unrolled-32", OPTIM), ".1f"),
+        (lambda: lead("h200_x4/scanned", "scanned-8", SCANNED), ".1f"),
     ],
     "a step takes longer than by copies: {} % with 1,024 tokens per GPU, and {} % with 8,192.": [
         (lambda: over_xla("ways_1024", "unrolled-1"), ".0f"),
         (lambda: over_xla("ways_8192", "unrolled-8"), ".0f"),
     ],
-    '"optim" takes {} ms with 8,192 tokens, and in [one](../experiments/results/bench_step/h200_x2/'
-    "ways_8192.json) on the same machine {} ms.": [
-        (lambda: row("bench_step/h200_x2/two_processes", name=f"unrolled-8/{OPTIM}")["ms"], ".1f"),
-        (lambda: row("bench_step/h200_x2/ways_8192", name=f"unrolled-8/{OPTIM}")["ms"], ".1f"),
+    "jdistadam gathered once trains on {} % more tokens per second than optax with 1,024 tokens, and on "
+    "{} % more with 8,192.": [
+        (lambda: lead("h200_x4/four_processes", "unrolled-1", ONCE), ".1f"),
+        (lambda: lead("h200_x4/four_processes", "unrolled-8", ONCE), ".1f"),
+    ],
+    "Over the four rounds with 8,192 tokens, it is {} to {} % ahead.": [
+        (lambda: once("percent_least"), ".1f"), (lambda: once("percent_most"), ".1f"),
+    ],
+    "FSDP2 adds {} ms to it, jdistadam {}.": [
+        (lambda: fsdp2("unrolled-8", "above_floor_ms"), ".1f"),
+        (lambda: above_floor(ONCE, "zero1_8192"), ".1f"),
+    ],
+    'it takes {} ms above "no optimizer", and optax {}.': [
+        (lambda: above_floor(ONCE, "zero1_8192"), ".1f"),
+        (lambda: above_floor(OPTAX_ONCE, "zero1_8192"), ".1f"),
     ],
     "its clock was between {} and {} MHz.": [
         (lambda: clock(min, "mhz_lowest"), ",.0f"), (lambda: clock(max, "mhz_highest"), ",.0f"),
@@ -189,10 +217,10 @@ SENTENCES = {
     "in the rounds, steps take {} to {} % longer": [
         (lambda: longer_than_traced(min), ".0f"), (lambda: longer_than_traced(max), ".0f"),
     ],
-    'Above "no optimizer", jdistadam gathered once and optax gathered once both take {} ms': [
+    'Above "no optimizer", jdistadam gathered once and optax gathered once both took {} ms': [
         (lambda: above_floor(ONCE), ".1f"),
     ],
-    "optax gathered once both take {} ms": [(lambda: above_floor(OPTAX_ONCE), ".1f")],
+    "optax gathered once both took {} ms": [(lambda: above_floor(OPTAX_ONCE), ".1f")],
     "It takes {} to {} ms longer for the model than the fastest": [
         (lambda: apart(min), ".0f"), (lambda: apart(max), ".0f"),
     ],
@@ -215,13 +243,19 @@ SENTENCES = {
         (memory_beside_optax, ".0f"),
     ],
     "rounds of this row range from {} to {} ms.": [
-        (lambda: fsdp2("ms_least"), ".0f"), (lambda: fsdp2("ms_most"), ".0f"),
+        (lambda: fsdp2("unrolled-1", "ms_least"), ".0f"),
+        (lambda: fsdp2("unrolled-1", "ms_most"), ".0f"),
     ],
     "Rounds range from {} to {} %": [
-        (lambda: scan_gain("percent_least"), "+.1f"), (lambda: scan_gain("percent_most"), "+.1f"),
+        (lambda: of_scans("percent_least"), "+.1f"), (lambda: of_scans("percent_most"), "+.1f"),
     ],
-    "and spent {} ms more on copies of activations": [
-        (lambda: scanned_copies(f"annotated_fsdp{TUNED}") - scanned_copies(SCANNED), ".0f"),
+    "optax takes {} % less time with the same policy": [(with_policy, ".1f")],
+    "optax waits {} ms for reduce-scatters and spends {} ms on copies within a GPU, jdistadam {} ms on "
+    "waits for other GPUs' copies and {}.": [
+        (lambda: scanned_phase(OPTAX_KEPT, "reduce-scatter"), ".1f"),
+        (lambda: scanned_phase(OPTAX_KEPT, "copies"), ".1f"),
+        (lambda: scanned_phase(SCANNED, "peer copies"), ".1f"),
+        (lambda: scanned_phase(SCANNED, "copies"), ".1f"),
     ],
     "is {} higher, with a standard error of {} from three seeds; seeds of optax differ by {}.": [
         (above_optax, ".3f"), (error_above_optax, ".3f"), (between_seeds, ".3f"),
