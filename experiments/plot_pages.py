@@ -15,8 +15,8 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import OPTIM, RESULTS, by_tokens_rows, of_host_runs, rival_of
-from step_bench import model, tables
+from speed_tables import RESULTS, of_host_runs
+from step_bench import model
 from step_bench.budget import bfloat16_shapes
 
 import jdistadam as jda
@@ -48,38 +48,6 @@ def host_steps():
     axes.legend(frameon=False, loc="lower right", fontsize="small")
     axes.invert_yaxis()
     _bare(axes)
-    return figure
-
-
-def by_tokens():
-    """Utilization of two GPUs by tokens per GPU, and percent more tokens/s than optax."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    tokens, of_tokens = zip(*by_tokens_rows(), strict=True)
-    rivals, ours = ([rows[x(rows)] for rows in of_tokens] for x in (rival_of, lambda _: OPTIM))
-    floors = [rows["floor"] for rows in of_tokens]
-    lines = (
-        (floors, "no optimizer, no communication", "black"),
-        (rivals, "optax.adamw, its fastest way and flags", DARK),
-        (ours, "jdistadam", BLUE),
-    )
-    for rows, label, color in lines:
-        shares = [100 * row["model_flops_utilization"] for row in rows]
-        left.plot(tokens, shares, "o-", color=color, label=label, markersize=4)
-    left.set(ylabel="% of the GPU's bfloat16 FLOP/s", ylim=(0, 60))
-    left.legend(frameon=False, loc="lower right", fontsize="small")
-    gains = [tables.gain(*pair) for pair in zip(rivals, ours, strict=True)]
-    ranges = [[abs(x["percent"] - x[f"percent_{end}"]) for x in gains] for end in ("least", "most")]
-    percent = [x["percent"] for x in gains]
-    right.errorbar(tokens, percent, ranges, fmt="o-", color=BLUE, markersize=4, capsize=3)
-    for place, value in zip(tokens, percent, strict=True):
-        right.annotate(f"{value:+.1f} %", (place, value), (6, 6), textcoords="offset points")
-    right.axhline(0, color=GRAY, linewidth=0.8)
-    right.set(ylabel="more tokens/s than optax, %", ylim=(-2, 10), xlim=(850, 60_000))
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [f"{x:,}" for x in tokens])
-        axes.set(xlabel="tokens per GPU and step")
-        _bare(axes)
     return figure
 
 
@@ -336,7 +304,6 @@ PICTURES = {
     "cpu/step_timeline": step_timeline,
     "h100/host_steps": host_steps,
     "h100_x4/optax_losses": optax_losses,
-    "h200_x2/by_tokens": by_tokens,
     "h200_x4/strategy_losses": strategy_losses,
 }
 

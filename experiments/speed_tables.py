@@ -242,21 +242,6 @@ def phases() -> str:
     return markdown.table((*columns, "traced step", "step in the rounds"), table)
 
 
-RECORDS_BY_TOKENS = ("zero1", "zero1_32768")
-
-
-def by_tokens_rows() -> list[tuple[int, dict[str, dict]]]:
-    """(tokens per GPU, rows by variant) of one process with two GPUs, fewest tokens first."""
-    found = []
-    for record in RECORDS_BY_TOKENS:
-        results = _results(f"bench_step/h200_x2/{record}")
-        groups = dict.fromkeys(row["name"].split("/")[0] for row in results["rows"])
-        for group in groups:
-            tokens = int(group.split("-")[1]) * results["length"]
-            found.append((tokens, clipped_steps((f"h200_x2/{record}",), group)))
-    return sorted(found, key=lambda x: x[0])
-
-
 def _with_range(rival, ours) -> str:
     found = tables.gain(rival, ours)
     least, most = found["percent_least"], found["percent_most"]
@@ -266,13 +251,14 @@ def _with_range(rival, ours) -> str:
 def by_tokens() -> str:
     """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
     table = []
-    for tokens, rows in by_tokens_rows():
+    for tokens, group in (("1,024", SHORT), ("8,192", LONG)):
+        rows = clipped_steps(("h200_x2/zero1",), group)
         three = [rows[x] for x in ("floor", rival_of(rows), OPTIM)]
         shares = (f"{100 * row['model_flops_utilization']:.1f}" for row in three)
         ms = (f"{row['ms']:.1f}" for row in three)
         nbytes = (f"{bytes_of_step(row)[1] / 1e9:.1f}" for row in three[1:])
         gain = _with_range(*three[1:])
-        table.append((f"{tokens:,}", *ms, gain, " / ".join(shares), " / ".join(nbytes)))
+        table.append((tokens, *ms, gain, " / ".join(shares), " / ".join(nbytes)))
     columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
     units = ("% of the GPU's FLOP/s: the three", "GB in a step: optax / jdistadam")
     return markdown.table((*columns, *units), table)
@@ -586,7 +572,6 @@ def decision() -> str:
     two = (
         ("1,024", "h200_x2/zero1", SHORT),
         ("8,192", "h200_x2/zero1_again", LONG),
-        ("32,768", "h200_x2/zero1_32768", "unrolled-32"),
     )
     four = (("1,024", "h200_x4/zero1_1024", SHORT), ("8,192", "h200_x4/zero1_8192", LONG))
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}

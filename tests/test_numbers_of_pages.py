@@ -95,14 +95,6 @@ def row_of_two(sequences):
     return row("bench_step/h200_x2/zero1", name=f"unrolled-{sequences}/{OPTIM}")
 
 
-def memory_beside_optax():
-    """How many GB more a step with 32,768 tokens takes than optax's."""
-    ours, optax = (
-        row("bench_step/h200_x2/zero1_32768", name=f"unrolled-32/{x}") for x in (OPTIM, OPTAX_ZERO1)
-    )
-    return sum(ours[x] - optax[x] for x in ("argument_bytes", "temporary_bytes")) / 1e9
-
-
 def fsdp2(group, key):
     """Of the fastest row on four GPUs."""
     rows = [
@@ -183,12 +175,11 @@ SENTENCES = {
         (lambda: lead("h200_x2/zero1", "unrolled-1", OPTIM), ".1f"),
         (lambda: lead("h200_x4/zero1_1024", "unrolled-1", ONCE), ".1f"),
     ],
-    "it is {} and {} % behind in two runs on two, and {} % ahead on four. With 32,768 tokens, it is {} "
-    "% ahead on two. With scanned layers and 8,192 tokens, it is {} % ahead on four": [
+    "it is {} and {} % behind in two runs on two, and {} % ahead on four. With scanned layers and 8,192 "
+    "tokens, it is {} % ahead on four": [
         (lambda: -lead("h200_x2/zero1", "unrolled-8", OPTIM), ".1f"),
         (lambda: -lead("h200_x2/zero1_again", "unrolled-8", OPTIM), ".1f"),
         (lambda: lead("h200_x4/zero1_8192", "unrolled-8", ONCE), ".1f"),
-        (lambda: lead("h200_x2/zero1_32768", "unrolled-32", OPTIM), ".1f"),
         (lambda: lead("h200_x4/scanned", "scanned-8", SCANNED), ".1f"),
     ],
     "a step takes longer than by copies: {} % with 1,024 tokens per GPU, and {} % with 8,192.": [
@@ -224,10 +215,6 @@ SENTENCES = {
     "It takes {} to {} ms longer for the model than the fastest": [
         (lambda: apart(min), ".0f"), (lambda: apart(max), ".0f"),
     ],
-    "All GPUs waited {} to {} ms for it": [
-        (lambda: min(of_gpus(of_four(ONCE), "peer copies")), ".1f"),
-        (lambda: max(of_gpus(of_four(ONCE), "peer copies")), ".1f"),
-    ],
     "which with norm and update takes {} ms longer than norm and update of optax's FSDP": [
         (lambda: update(ONCE) - update(OPTAX_ONCE), ".1f"),
     ],
@@ -236,11 +223,6 @@ SENTENCES = {
     ],
     'the update beside which "optim" gathers takes {} ms instead of {}.': [
         (lambda: update(OPTIM), ".1f"), (lambda: updates(row_of_two(8))[0], ".1f"),
-    ],
-    "jdistadam's step is only {} ms longer than without an optimizer, less than its update takes: its "
-    "model is compiled differently, with {} GB more memory.": [
-        (lambda: row("bench_step/h200_x2/zero1_32768", name=f"unrolled-32/{OPTIM}")["above_floor_ms"], ".1f"),
-        (memory_beside_optax, ".0f"),
     ],
     "rounds of this row range from {} to {} ms.": [
         (lambda: fsdp2("unrolled-1", "ms_least"), ".0f"),

@@ -33,7 +33,7 @@ def test_pictures_are_up_to_date_and_shown(tmp_path):
         [sys.executable, str(script), "--out", str(tmp_path)], env=environment(), check=True
     )
     drawn = contents(tmp_path)
-    assert len(drawn) == 7 and all(drawn.values())
+    assert len(drawn) == 6 and all(drawn.values())
     assert drawn == contents(PLOTS)
     for name in drawn:
         assert f"](../experiments/results/plots/{name})" in PAGES

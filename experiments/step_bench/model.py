@@ -189,7 +189,10 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None, place=l
     def loss(params, tokens):
         with jax.named_scope("model"):
             x = params["embed"][tokens[:, :-1]]
-            x = place(x if size.is_llama else x + params["positions"][None])
+            x = x if size.is_llama else x + params["positions"][None]
+            # With 32 sequences or more, XLA would transpose activations before it adds gradients of
+            # a scale over two dimensions.
+            x = place(x.reshape(-1, size.width))
             if workload.is_scanned:
                 x, _ = jax.lax.scan(body, x, params["layers"])
             else:
@@ -199,7 +202,9 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None, place=l
                     (x, _), before = body(x, params[f"block{i:02d}"], **kwargs), x
             output = params["output"] if size.is_llama else params["embed"].T
             logits = (_norm(x, params["norm"]) @ output).astype(jnp.float32)
-            chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+            # Not a gather: its gradient would be a scatter into an array of all logits.
+            is_next = jax.nn.one_hot(tokens[:, 1:].ravel(), size.vocabulary)
+            chosen = jnp.sum(logits * is_next, axis=-1)
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
     return loss
@@ -208,7 +213,7 @@ def make_loss(size, workload, attention, gather=None, remat_policy=None, place=l
 def _norm(x, scale):
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype) * scale[None, None]
+    return wide.astype(x.dtype) * scale[None]
 
 
 def _rotated(x):
@@ -222,14 +227,14 @@ def _rotated(x):
 
 
 def _block(x, w, size, attention, place):
-    batch, length, width = x.shape
-    qkv = place(_norm(x, w["ln1"]) @ w["qkv"]).reshape(batch, length, -1, size.head_width)
+    qkv = place(_norm(x, w["ln1"]) @ w["qkv"])
+    qkv = qkv.reshape(-1, size.length, qkv.shape[-1] // size.head_width, size.head_width)
     kv_heads = size.kv_heads or size.heads
     q, k, v = jnp.split(qkv, (size.heads, size.heads + kv_heads), axis=HEADS_AXIS)
     if size.is_llama:
         q, k = _rotated(q), _rotated(k)
     h = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    x = x + place(place(h.reshape(batch, length, width)) @ w["out"])
+    x = x + place(place(h.reshape(x.shape)) @ w["out"])
     h = place(_norm(x, w["ln2"]) @ w["up"])
     if size.is_llama:
         gate, h = jnp.split(h, 2, axis=-1)

@@ -239,8 +239,8 @@ SETS = {
     "zero3_scanned": _group(
         "scanned",
         f"annotated_fsdp+{_TUNED}",
-        f"annotated_fsdp+gathered_once+{_TUNED}",
         f"annotated_fsdp+products_kept+{_TUNED}",
+        f"annotated_fsdp+gathered_once+products_kept+{_TUNED}",
         f"{_OURS_ZERO3}+clip",
     ),
     # Ways to send gradients of 16-bit parameters: --tokens says how many sequences.
