@@ -69,7 +69,7 @@ def arguments():
     add("--no-check", action="store_true", help="time without comparing results first")
     add("--jobs", type=int, default=4, help="programs that are compiled at a time")
     add("--cache", help="folder that keeps compiled programs for the next run")
-    add("--seconds", type=float, default=float("inf"), help="begin no batch of rows after so many")
+    add("--seconds", type=float, default=float("inf"), help="then begin no rows, rounds or traces")
     add("--torch", nargs="?", const="", help="time torch's FSDP2 too, first; names of variants")
     add("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs that are there")
     add("--compile-only", type=int, metavar="N", help="compile for N H200s, of which none need be")
@@ -180,7 +180,7 @@ class Run:
                 group.make_data()
                 if not args.no_check:
                     group.make_references()
-                group.measure(args.rounds, args.trace_steps, 0.92 * limit)
+                group.measure(args.rounds, args.trace_steps, 0.92 * limit, lambda: self.is_late)
         except Exception as error:
             for name in [*group.variants]:
                 group.drop(name, message(error))

@@ -370,6 +370,15 @@ def test_a_row_takes_the_fastest_of_its_flags(small, monkeypatch):
     assert record["flags"] == "close" and record["tried"][3]["rounds_ms"] == rounds["fast"]
 
 
+def test_a_late_run_ends_after_two_rounds(small, monkeypatch):
+    found = group.Group([rows.parse("step-small/optim")], None, small, False, "xla")
+    found.compile(1)
+    found.make_data()
+    monkeypatch.setattr(found, "_turn", lambda name, steps: 1.0)
+    found.measure(5, 0, float("inf"), lambda: True)
+    assert found.records["step-small/optim"]["rounds_ms"] == [1e3, 1e3]
+
+
 def test_flags_to_try():
     row = rows.parse("scanned-2/annotated_fsdp+clip+best_flags")
     for scanned, names in rows.FLAGS.items():

@@ -16,7 +16,7 @@ from step_bench import alone, check, model, trace, variants
 from step_bench.rows import ANNOTATED, FLOOR, STRATEGIES
 from step_bench.tables import gain
 
-TURN_SECONDS, MOST_STEPS = 0.7, 200
+TURN_SECONDS, MOST_STEPS, LEAST_ROUNDS = 0.7, 200, 2
 TRIAL_SECONDS, TRIAL_TURNS = 0.5, 4  # for each of the flags that a row tries
 FINALISTS, CLOSE = 3, 1.03  # so many flags that are so close to the fastest take part in the rounds
 
@@ -295,10 +295,11 @@ class Group:
         for flags in programs.keys() - {best, *last}:
             del programs[flags]
 
-    def measure(self, rounds, traced_steps, limit):
+    def measure(self, rounds, traced_steps, limit, is_late=lambda: False):
         """Times the rows in turn, each round in the other order, and fills in their records.
 
-        States are kept between turns if all fit into ``limit`` bytes.
+        States are kept between turns if all fit into ``limit`` bytes. Once ``is_late()``, no round
+        but the first two begins, and no trace.
         """
         for name in [*self.variants]:
             with self._dropping(name):
@@ -315,6 +316,9 @@ class Group:
         logs = self.on_gpu and processes.is_first()
         with power.PowerLog() if logs else contextlib.nullcontext() as log:
             for i in range(rounds + 1):  # the first one warms up
+                if i > LEAST_ROUNDS and is_late():
+                    print(f"  late: {i - 1} rounds", flush=True)
+                    break
                 turns = [(name, flags) for name in self.variants for flags in self.programs[name]]
                 for name, flags in turns[:: (-1) ** i]:
                     if name not in self.variants:  # another of its programs has failed
@@ -329,7 +333,8 @@ class Group:
             rounds_of_all = processes.of_all(times[name])
             self.records[name]["ms_of_processes"] = list(map(statistics.median, rounds_of_all))
             self.records[name]["power"] = log.summary() if log else None
-        for name in [*self.variants] if self.on_gpu and traced_steps else ():
+        traces = self.on_gpu and traced_steps and not is_late()
+        for name in [*self.variants] if traces else ():
             with self._dropping(name):
                 self._trace(name, traced_steps)
 
