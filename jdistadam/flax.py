@@ -87,6 +87,9 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
         """Takes a step, and updates the parameters of the model.
 
+        It returns nothing, where newer versions of Flax return the updates: the kernel writes none.
+        For updates, call ``tx.step_with_updates``.
+
         Args:
           model: The model.
           grads: Gradients like its parameters.
@@ -95,11 +98,12 @@ class Optimizer(nnx.Optimizer):
         if not _has_step(self.tx):
             return super().update(model, grads, **kwargs)
         assert isinstance(self.tx, FusedTransformation)
-        params, grads = nnx.state(model, self.wrt), nnx.state(grads, self.wrt)
+        options = {"graph": self.graph} if hasattr(self, "graph") else {}  # older Flax has none
+        params, grads = (nnx.state(x, self.wrt, **options) for x in (model, grads))
         params, opt_state = self.tx.step(
             *map(nnx.as_pure, (grads, self.opt_state, params)), **nnx.as_pure(kwargs)
         )
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(opt_state))
+        nnx.update(self.opt_state, nnx.state(opt_state, **options))
         self.step[...] += 1
         return None

@@ -156,6 +156,24 @@ class Net(nnx.Module):
 
 
 @few(1)
+@pytest.mark.skipif(not hasattr(nnx, "set_graph_mode"), reason="this Flax has no graph mode")
+def test_the_graph_mode_of_an_optimizer_is_kept_in_its_steps():
+    """Two layers share a weight, which a tree cannot hold twice."""
+
+    def trained(optimizer_class, tx):
+        model = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+        model[1].kernel = model[0].kernel
+        optimizer = optimizer_class(model, tx, wrt=nnx.Param, graph=True)
+        for _ in range(3):
+            grads = nnx.grad(lambda m: jnp.sum(m[1](m[0](jnp.ones(4))) ** 2), graph=True)(model)
+            optimizer.update(model, grads)
+        return nnx.to_pure_dict(nnx.state((model, optimizer.opt_state), graph=True))
+
+    tx = jda.fused_adamw(3e-2, **HYPER)
+    with nnx.set_graph_mode(False):
+        assert_trees_same_bits(trained(jda.flax.Optimizer, tx), trained(nnx.Optimizer, tx))
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_nnx_trains_over_a_mesh_as_dictionaries_do(strategy):
     """Batch statistics, keys of dropout and micro-batches; other data on each device."""
