@@ -42,8 +42,8 @@ class AuditRow:
       dtype: The dtype that is sent.
       devices: The number of devices that take part in each.
       planned: Elements of the results by the plan.
-      optional: How many planned elements XLA may leave out: gathers in the backward pass, of blocks
-        and of small leaves of a scan.
+      optional: How many planned elements may be left out: by XLA, gathers in the backward pass, of
+        blocks and of small leaves of a scan; and floats of the model state that the loss keeps.
       found: Elements of the results in the compiled program.
       asynchronous: How many found elements are in instructions that other work can overlap.
       widened: Whether the row fails only because XLA's CPU backend widened the dtype. Nothing is
@@ -197,7 +197,9 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     whole = config.tensor_local(state.params)
     schedule = config.schedule(whole, accumulate_steps=step.options.accumulate_steps)
     planned, optional = _planned(step, schedule)
-    planned += _of_model_state(state.model_state, config)
+    of_model_state = _of_model_state(state.model_state, config)
+    planned += of_model_state
+    optional += {k: x for k, x in of_model_state.items() if jnp.issubdtype(k[1], jnp.inexact)}
     program = step.lower(state, batch).compile()
     text = program.as_text()
     ours, models, scalars = _found(text, config, schedule.layout)
@@ -315,7 +317,10 @@ def _planned(step: TrainStep, schedule: Schedule) -> tuple[_Counter, _Counter]:
 
 
 def _of_model_state(model_state: Any, config: DistributedConfig) -> _Counter:
-    """Elements that devices send to average the model state, such as batch statistics."""
+    """Elements that devices send to average the model state, such as batch statistics.
+
+    Floats that the loss returns as it got them are not sent.
+    """
     planned: _Counter = collections.Counter()
     devices = config.parallel.num_devices
     sent = jax.tree.leaves(jax.eval_shape(functools.partial(jax.tree.map, as_sent), model_state))

@@ -119,6 +119,7 @@ class LocalResult(NamedTuple):
     aux: Any  # every leaf with a leading dimension of micro-batches
     not_finite: Any = None  # shape (leaves,), bool: in any micro-batch; None unless asked for
     order: tuple[int, ...] = ()  # of the leaves, as their gradients are known; () if unknown
+    kept: tuple[bool, ...] = ()  # for each leaf of the model state, whether the loss returns it
 
 
 def local_gradients(
@@ -150,6 +151,7 @@ class _MicroBatch(NamedTuple):
     not_finite: Any  # shape (leaves,), bool; None unless asked for
     weighted_in: str | None  # as of ``accumulate_local``
     order: tuple[int, ...]  # of the leaves, as their gradients are known; () if unknown
+    kept: tuple[bool, ...]  # for each leaf of the model state, whether the loss returns it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +198,11 @@ class _Gradient:
             not_finite &= (out.weight != 0) | is_split  # such a micro-batch does not count
         if weighted_in == "loss":
             grads = self._without_padding(grads, weight)
+        pairs = zip(*map(jax.tree.leaves, (model_state, out.model_state)), strict=True)
+        kept = tuple(old is new for old, new in pairs)
         new_state = _like(model_state, out.model_state)
         out = out._replace(model_state=new_state)
-        return _MicroBatch(out, grads, not_finite, weighted_in, order)
+        return _MicroBatch(out, grads, not_finite, weighted_in, order, kept)
 
     def _are_split(self) -> list[bool]:
         """For each leaf whether its gradient is of the data of several devices, as for experts."""
@@ -257,6 +261,7 @@ def _of_one_batch(gradient: _Gradient, batch: Any, model_state: Any) -> LocalRes
         aux=jax.tree.map(lambda x: jnp.asarray(x)[None], out.aux),
         not_finite=result.not_finite,
         order=result.order,
+        kept=result.kept,
     )
 
 
@@ -264,11 +269,13 @@ def _of_micro_batches(
     gradient: _Gradient, batches: Any, accumulate_steps: int, model_state: Any
 ) -> LocalResult:
     tx, params = gradient.forward.tx, gradient.forward.params
-    last = accumulate_steps - 1
+    last, kept = accumulate_steps - 1, tuple[bool, ...]()
 
     def add(carry: Any, i: Any, batches: Any, **options: Any) -> tuple[Any, _MicroBatch]:
+        nonlocal kept
         acc, loss, model_state, not_finite = carry
         result = gradient(i, jax.tree.map(lambda x: x[i], batches), model_state, **options)
+        kept = result.kept  # the same for all
         acc = gradient.add(acc, result)
         loss += result.out.weighted_loss
         not_finite = None if not_finite is None else not_finite | result.not_finite
@@ -299,6 +306,7 @@ def _of_micro_batches(
         aux=aux,
         not_finite=not_finite,
         order=order,
+        kept=kept,
     )
 
 

@@ -164,7 +164,7 @@ def _without_padding(weight: jax.Array, old: Any, new: Any) -> Any:
 
     def one(a: Any, b: Any) -> Any:
         is_float = jnp.issubdtype(a.dtype, jnp.inexact)  # of the state: the loss may set an integer
-        return trees.keep_if(weight == 0, a, b) if is_float else b
+        return trees.keep_if(weight == 0, a, b) if is_float and a is not b else b
 
     return jax.tree.map(one, old, new)
 

@@ -94,7 +94,7 @@ class StepProgram:
         assert tx.bound is not None
         schedule = dataclasses.replace(tx.bound, order=local.order)
         result = tx.functions.local_step(schedule, local.grads, state.opt_state, state.params)
-        model_state = _mean_over_devices(local.model_state, axes)
+        model_state = _mean_over_devices(local.model_state, local.kept, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, forward.next_rng)
         return new, self._metrics(local, result, scaling)
@@ -148,21 +148,23 @@ def as_sent(x: Any) -> jax.Array:
     return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32) if is_float else None)
 
 
-def _mean_over_devices(model_state: Any, axes: Axes) -> Any:
+def _mean_over_devices(model_state: Any, kept: tuple[bool, ...], axes: Axes) -> Any:
     """Averages floats in float32, or float64; takes the maximum of integers, such as counters.
 
-    Likewise for the words of random keys: they stay unchanged if all devices hold the same.
+    Likewise for the words of random keys: they stay unchanged if all devices hold the same. The
+    average of equal floats may differ from them, so those that the loss keeps are not averaged.
     """
 
-    def mean(x: jax.Array) -> jax.Array:
+    def mean(x: jax.Array, is_kept: bool) -> jax.Array:
         if trees.is_key(x):
             words = collectives.all_reduce_max(as_sent(x), axes)
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return collectives.all_reduce_max(x, axes)
-        return collectives.all_reduce_mean(as_sent(x), axes).astype(x.dtype)
+        return x if is_kept else collectives.all_reduce_mean(as_sent(x), axes).astype(x.dtype)
 
-    return jax.tree.map(mean, model_state)
+    treedef: Any = jax.tree.structure(model_state)
+    return treedef.unflatten(map(mean, jax.tree.leaves(model_state), kept))
 
 
 def flattened(step: Any) -> Any:

@@ -135,8 +135,9 @@ class TrainState:
             would not change until the first small updates add up to half the spacing of bfloat16
             numbers. None: the dtypes of ``params``.
           model_state: Tree of arrays that the loss reads and updates without a gradient, such as
-            batch statistics. After each step, floats are averaged over the devices. For integers,
-            such as counters, the maximum is kept.
+            batch statistics. After each step, floats are averaged over the devices, except for
+            leaves that the loss returns as it got them. For integers, such as counters, the maximum
+            is kept.
           rng: ``jax.random.key`` for dropout and the like. None: the loss gets none.
 
         Returns:

@@ -218,8 +218,12 @@ def test_small_leaves_are_planned_like_scalars(cpu_mesh):
     assert "\nas planned; besides" in str(found)
 
 
-def test_what_averages_the_model_state_is_planned(cpu_mesh):
-    """Floats in float32, integers and words of keys; small leaves are scalars, however many."""
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_averages_the_model_state_is_planned(cpu_mesh, keeps):
+    """Floats in float32, integers and words of keys; small leaves are scalars, however many.
+
+    Floats that the loss keeps are not sent.
+    """
     tx = distributed_adamw(1e-3, mesh=cpu_mesh(8))
     model_state = {
         "mean": jnp.zeros(32),
@@ -230,7 +234,9 @@ def test_what_averages_the_model_state_is_planned(cpu_mesh):
     }
 
     def loss(params, batch, *, model_state):
-        return jnp.sum(batch @ params["w"]), model_state | {"mean": jnp.mean(batch, 0)}
+        names = ("mean",) if keeps else ("mean", "narrow", "scales")
+        new = {x: jax.tree.map(lambda y: y + batch[0, 0], model_state[x]) for x in names}
+        return jnp.sum(batch @ params["w"]), model_state | jax.tree.map(jnp.float32, new)
 
     state = jda.TrainState.create({"w": jnp.ones((32, 8))}, tx, model_state=model_state)
     step = jda.train_step(loss, tx)
@@ -238,6 +244,8 @@ def test_what_averages_the_model_state_is_planned(cpu_mesh):
     assert found.passed, str(found)
     reduced = {row.dtype: row.planned for row in found.rows if row.op == "all-reduce"}
     assert reduced == {"float32": 32 + 3 * 7, "int32": 12, "uint32": 16 * 2}
+    sent = {row.dtype: row.found for row in found.rows if row.op == "all-reduce"}
+    assert sent == reduced | {"float32": 32 + (0 if keeps else 3 * 7)}
 
 
 def test_parameters_gathered_once_for_all_micro_batches_are_missing(cpu_mesh):

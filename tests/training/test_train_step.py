@@ -207,11 +207,35 @@ def test_a_model_state_in_float64_keeps_its_bits(cpu_mesh):
     """Its mean over devices was computed in float32."""
     with jax.enable_x64(True):
         start = {"sum": jnp.asarray(1 / 3), "seen": jnp.asarray(2.0**30 + 1)}
-        loss = lambda p, x, model_state: (jnp.sum(p["w"]) * jnp.mean(x), model_state)  # noqa: E731
+        ones = lambda state, x: jax.tree.map(lambda y: y * x[0], state)  # noqa: E731
+        loss = lambda p, x, model_state: (jnp.sum(p["w"]) * x[0], ones(model_state, x))  # noqa: E731
         tx = make_tx(cpu_mesh(8), mask=None)
         params, batch = {"w": jnp.ones(3, jnp.float32)}, np.ones(8, np.float32)
         state, _ = train(tx, loss, [batch], params=params, model_state=start)
     assert_trees_same_bits(state.model_state, start)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+@often(lambda steps, weighted: steps == 3)
+def test_a_model_state_that_the_loss_keeps_keeps_its_bits(cpu_mesh, steps, weighted):
+    """The mean of eight equal floats differs from most of them, and that of the largest is inf."""
+    numbers = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    start = {"target": numbers, "best": jnp.finfo(jnp.float32).max, "seen": np.zeros(5, np.float32)}
+
+    def loss(params, x, model_state):
+        value = jnp.sum(x @ params["w"])
+        state = model_state | {"seen": model_state["seen"] + jnp.mean(x, 0)}
+        return ((value, jnp.float32(1)) if weighted else value), state
+
+    options = dict(accumulate_steps=steps, weighted=weighted, model_state=start)
+    batches = [np.ones((24, 5), np.float32)] * 3
+    state, _ = train(
+        make_tx(cpu_mesh(8), mask=None), loss, batches, params={"w": jnp.ones(5)}, **options
+    )
+    kept = {name: state.model_state[name] for name in ("target", "best")}
+    assert_trees_same_bits(kept, {"target": numbers, "best": np.float32(start["best"])})
+    assert np.array_equal(state.model_state["seen"], np.full(5, 3.0 * steps))
 
 
 @pytest.mark.slow
