@@ -155,7 +155,6 @@ class Net(nnx.Module):
         return self.down(self.dropout(nnx.relu(self.norm(self.up(x))), rngs=rngs))
 
 
-@few(1)
 @pytest.mark.skipif(not hasattr(nnx, "set_graph_mode"), reason="this Flax has no graph mode")
 def test_the_graph_mode_of_an_optimizer_is_kept_in_its_steps():
     """Two layers share a weight, which a tree cannot hold twice."""
@@ -174,6 +173,7 @@ def test_the_graph_mode_of_an_optimizer_is_kept_in_its_steps():
         assert_trees_same_bits(trained(jda.flax.Optimizer, tx), trained(nnx.Optimizer, tx))
 
 
+@few(1)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_nnx_trains_over_a_mesh_as_dictionaries_do(strategy):
     """Batch statistics, keys of dropout and micro-batches; other data on each device."""
