@@ -101,9 +101,10 @@ def with_overlap(
             return jaxprs.run(program_of_values, *values)
 
         def in_order(*words: Any) -> list[Any]:
-            results, ordered = _in_another_order(*program(words), options)
+            program_of_values, values = program(words)
+            opened, ordered = _in_order(program_of_values, options)
             seen(ordered)
-            return results
+            return evaluate(opened, values, ordered)
 
         run = _with_rules_of(as_traced, in_order)
         results = map(trees.from_words, run(*map(trees.words_of, operands)), kinds)
@@ -145,43 +146,32 @@ def _with_rules_of(step: Callable[..., list[Any]], ordered: Callable[..., list[A
     return differentiable
 
 
-def _in_another_order(
-    traced: Any, args: list[Any], options: _Options, carry: slice = slice(0)
-) -> tuple[list[Any], Ordered]:
-    """Evaluates a jaxpr: [Note: overlap]; also returns its order.
+def _in_order(traced: Any, options: _Options, carry: slice = slice(0)) -> tuple[Any, Ordered]:
+    """Returns an equal jaxpr, whose nested functions are opened, and its order: [Note: overlap].
 
     ``carry``: the arguments that are results of the step before, in a loop.
     """
     opened = _with_narrow_loops(_opened(traced))
     with_loops = functools.partial(jaxprs.evaluate, opened, otherwise=_pipelined)
-    traced = jax.make_jaxpr(lambda *args: with_loops(args))(*args)
+    traced = jax.make_jaxpr(lambda *args: with_loops(args))(*traced.in_avals)
     jaxpr, nodes = traced.jaxpr, nodes_of(traced)
     first = next(iter(jaxpr.invars[carry]), None)
     arguments, results = [*jaxpr.constvars, *jaxpr.invars], jaxprs.variables(jaxpr.outvars)
-    ordered = Ordered(nodes, overlapping(nodes, arguments, results, options.policy, first))
-
-    def loop_of(i: int, eqn: Any) -> Any:
-        if not _is_copying_loop(eqn):
-            return eqn
-        new, ordered.bodies[i] = _with_overlap(eqn, options)
-        return new
-
-    return evaluate(traced, args, ordered, loop_of), ordered
+    events = overlapping(nodes, arguments, results, options.policy, first)
+    eqns, bodies = list(jaxpr.eqns), dict[int, Ordered]()
+    for i, eqn in enumerate(eqns):
+        if _is_copying_loop(eqn):
+            eqns[i], bodies[i] = _loop_in_order(eqn, options)
+    return jaxprs.with_eqns(traced, eqns), Ordered(nodes, events, bodies)
 
 
-def _with_overlap(loop: Any, options: _Options) -> tuple[Any, Ordered]:
-    """A loop with each step in another order."""
-    step, orders = jaxprs.step_of(loop), list[Ordered]()
-    carry = slice(*jaxprs.carried(loop, step))
-
-    def run(*args: Any) -> list[Any]:
-        results, ordered = _in_another_order(step, list(args), options, carry)
-        orders.append(ordered)
-        return results
-
-    new = jax.make_jaxpr(run)(*step.in_avals)
+def _loop_in_order(loop: Any, options: _Options) -> tuple[Any, Ordered]:
+    """A loop whose steps run in another order, and that order."""
+    step = jaxprs.step_of(loop)
+    step, ordered = _in_order(step, options, slice(*jaxprs.carried(loop, step)))
+    new = jax.make_jaxpr(lambda *args: evaluate(step, args, ordered))(*step.in_avals)
     unroll = jaxprs.length_of(loop)[2] if options.unrolls else 1
-    return jaxprs.with_step(loop, new, unroll=unroll), orders[-1]
+    return jaxprs.with_step(loop, new, unroll=unroll), ordered
 
 
 def _opened(traced: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -98,25 +98,19 @@ _WORDS = {"dot_general": "product", "conv_general_dilated": "convolution", parts
 _WORDS |= dict.fromkeys([*UPDATES, parts.STEP], "update")
 
 
-def evaluate(
-    traced: Any,
-    args: Sequence[Any],
-    ordered: Ordered,
-    loop_of: Callable[[int, Any], Any] = lambda i, eqn: eqn,
-) -> list[Any]:
+def evaluate(traced: Any, args: Sequence[Any], ordered: Ordered) -> list[Any]:
     """Evaluates a traced step by the events of its order, with barriers that keep it.
 
     Args:
       traced: The jaxpr.
       args: Its arguments.
       ordered: Its order.
-      loop_of: Returns an equation in place of another one, by its index.
     """
     jaxpr, eqns = traced.jaxpr, traced.jaxpr.eqns
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *args], strict=True))
     for event in ordered.events:
         if isinstance(event, Run):
-            eqn = loop_of(event.node, eqns[event.node])
+            eqn = eqns[event.node]
             values = jaxprs.values_of(eqn.invars, known)
             variables, results = eqn.outvars, jaxprs.evaluate_one(jaxpr, eqn, values)
         elif isinstance(event, Start):
