@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Value = Hashable
@@ -237,21 +237,14 @@ class _Roles:
         return are_hoisted
 
     def _exchanges(self) -> tuple[dict[int, set[int]], dict[int, list[int]]]:
-        exchanges, sums = dict[int, set[int]](), dict[int, list[int]]()
-        for i, node in enumerate(self._nodes):
-            if not (self.is_lazy[i] and node.is_anchor):
-                continue
-            stack, seen = list(node.needs), set[int]()
-            while stack:
-                k = self.made_by.get(stack.pop(), -1)
-                if k < 0 or k in seen:
-                    continue
-                seen.add(k)
-                if self.is_start[k]:
-                    exchanges.setdefault(i, set()).add(k)
+        nodes, exchanges, sums = self._nodes, dict[int, set[int]](), dict[int, list[int]]()
+        goes_on = lambda k: self.is_lazy[k] and not nodes[k].is_anchor  # noqa: E731
+        for i, node in enumerate(nodes):
+            if self.is_lazy[i] and node.is_anchor:
+                found = _makers(nodes, self.made_by, node.needs, goes_on)
+                exchanges[i] = {k for k in found if self.is_start[k]}
+                for k in exchanges[i]:
                     sums.setdefault(k, []).append(i)
-                elif self.is_lazy[k] and not self._nodes[k].is_anchor:
-                    stack += self._nodes[k].needs
         return exchanges, sums
 
     def _ranks(self) -> dict[int, int]:
@@ -271,6 +264,22 @@ class _Roles:
                     seen.add(k)
                     stack += [(k, True), *makers(self._nodes[k].needs)]
         return order
+
+
+def _makers(
+    nodes: Sequence[Node],
+    made_by: Mapping[Value, int],
+    values: Iterable[Value],
+    goes_on: Callable[[int], bool],
+) -> set[int]:
+    """The nodes that make values; if a node ``goes_on``, also those that make what it needs."""
+    found, stack = set[int](), list(values)
+    while stack:
+        i = made_by.get(stack.pop(), -1)
+        if i >= 0 and i not in found:
+            found.add(i)
+            stack += nodes[i].needs if goes_on(i) else ()
+    return found
 
 
 class _Overlapping:
@@ -338,24 +347,16 @@ class _Overlapping:
 
         The last parts then travel beside sums of others.
         """
-        sums, seen, stack = list[int](), set[Value](), list(self._needs[i])
-        while stack:
-            v = stack.pop()
-            if v in seen or v in self._known or isinstance(v, _Effect):
-                continue
-            seen.add(v)
-            k = self._roles.made_by[v]
-            if self._nodes[k].is_sum:
-                sums.append(k)
-            else:
-                stack += self._needs[k]
+        nodes, made_by = self._nodes, self._roles.made_by
+        goes_on = lambda k: not (self._done[k] or nodes[k].is_sum)  # noqa: E731
+        found = _makers(nodes, made_by, nodes[i].needs, goes_on)
         places = {target: place for place, target in enumerate(self._group_of)}
 
         def arrival(k: int) -> tuple[int, int]:
-            targets = (self._nodes[x].makes[0] for x in self._roles.exchanges_of.get(k, ()))
+            targets = (nodes[x].makes[0] for x in self._roles.exchanges_of.get(k, ()))
             return max((places.get(v, len(places)) for v in targets), default=-1), k
 
-        for k in sorted(set(sums), key=arrival):
+        for k in sorted((k for k in found if nodes[k].is_sum), key=arrival):
             self._run(k)
 
     def _demand(self, values: Sequence[Value]) -> None:
@@ -591,17 +592,12 @@ def _last_uses(
         else:
             last_use |= {x: node.makes[0] for x in sources if x is not None}
     uses: dict[int, list[Value]] = {}
+    goes_on = lambda i: i >= end and not nodes[i].is_update  # noqa: E731
     for old, new in zip(arguments, results, strict=False):
-        stack, seen = [new] if old in last_use else [], set[int]()
-        while stack:
-            i = made_by.get(stack.pop(), -1)
-            if i < end or i in seen:
-                continue
-            seen.add(i)
-            if nodes[i].is_update:
+        found = _makers(nodes, made_by, [new], goes_on) if old in last_use else ()
+        for i in found:
+            if i >= end and nodes[i].is_update:
                 uses.setdefault(i, []).append(last_use[old])
-            else:
-                stack += nodes[i].needs
     return uses
 
 
