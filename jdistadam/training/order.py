@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Value = Hashable
@@ -315,7 +315,7 @@ class _Overlapping:
         for i, is_hoisted in enumerate(roles.is_hoisted):
             if is_hoisted:
                 missing = set(self._needs[i]) - self._known
-                self._ready.add(i, missing, roles.rank.get(i))
+                self._ready.add(i, missing, roles.rank.get(i, i))
         self._run_ready()
         self._start_ahead()
         for i in range(len(self._nodes)):  # the model, then sums and updates
@@ -528,7 +528,8 @@ def early(
     needs = _with_effects_in_order(nodes)
     unknown = {v for i, node in enumerate(nodes) for v in (*node.makes, _Effect(i))}
     for i in range(end, len(nodes)):
-        ready.add(i, {*needs[i], *after.get(i, ())} & unknown)
+        late = {_UPDATED} if nodes[i].is_gather else set[Value]()
+        ready.add(i, {*needs[i], *after.get(i, ())} & unknown | late, i)
 
     def run(i: int) -> None:
         if i in after:  # its first operand are coefficients, which wait for no other call
@@ -537,10 +538,9 @@ def early(
         for v in (*nodes[i].makes, _Effect(i)):
             ready.learn(v)
 
-    is_late = [i >= end and node.is_gather for i, node in enumerate(nodes)]
-    gathered = [v for i, node in enumerate(nodes) if is_late[i] for v in node.needs]
+    gathered = [v for node in nodes[end:] if node.is_gather for v in node.needs]
     norms = [v for node in nodes[end:] if node.is_norm for v in node.makes]
-    outputs, computed, late = {*results, *gathered, *norms}, set[Value](), list[int]()
+    outputs, computed = {*results, *gathered, *norms}, set[Value]()
     # Results before the first kernel call and after each, for which no product waited.
     calls: list[list[Value]] = [[]]
     for i in range(end):
@@ -555,18 +555,18 @@ def early(
         computed.update(nodes[i].makes)
         while ready:
             k = ready.pop()
-            if is_late[k]:
-                late.append(k)
-                continue
             run(k)
             if k in after:
                 calls.append([])
             calls[-1] += [v for v in nodes[k].makes if v in outputs]
-    for k in late:
-        ready.add(k)
+    ready.learn(_UPDATED)
     while ready:
         run(ready.pop())
     return events
+
+
+_UPDATED: Value = object()
+"""Known when all early nodes have run: gathers wait for it."""
 
 
 def _last_uses(
@@ -614,13 +614,12 @@ class _Ready:
         """Whether a node is ready."""
         return bool(self._ready)
 
-    def add(self, i: int, missing: Collection[Value] = (), rank: int | None = None) -> None:
+    def add(self, i: int, missing: set[Value], rank: int) -> None:
         """Adds a node that waits for values; of ready ones the lowest rank is first."""
-        unknown = set(missing)
-        self._ranks[i], self._num_missing[i] = i if rank is None else rank, len(unknown)
-        for v in unknown:
+        self._ranks[i], self._num_missing[i] = rank, len(missing)
+        for v in missing:
             self._waiting[v].append(i)
-        if not unknown:
+        if not missing:
             heapq.heappush(self._ready, (self._ranks[i], i))
 
     def learn(self, v: Value) -> None:
