@@ -324,9 +324,16 @@ def values_of(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
 def evaluate_one(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluates one equation like JAX, with its context and its name."""
     pairs = zip(eqn.invars, values, strict=True)
-    arguments = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
-    one = jaxpr.replace(constvars=[], invars=list(arguments), outvars=list(eqn.outvars), eqns=[eqn])
-    return jax.core.eval_jaxpr(one, [], *arguments.values())
+    known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
+    return evaluate_some(jaxpr, [eqn], known, eqn.outvars)
+
+
+def evaluate_some(
+    jaxpr: Any, eqns: Sequence[Any], known: Mapping[Any, Any], results: Sequence[Any]
+) -> list[Any]:
+    """Evaluates some equations of a jaxpr, and returns results, from all values that they need."""
+    some = jaxpr.replace(constvars=[], invars=list(known), outvars=list(results), eqns=list(eqns))
+    return jax.core.eval_jaxpr(some, [], *known.values())
 
 
 def is_nested(eqn: Any, names: Collection[str]) -> bool:

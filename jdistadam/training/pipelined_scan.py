@@ -22,14 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdistadam.core import jaxprs
-from jdistadam.core.jaxprs import (
-    PRODUCTS,
-    contains,
-    evaluate_one,
-    has_effects,
-    values_of,
-    variables,
-)
+from jdistadam.core.jaxprs import PRODUCTS, contains, has_effects, variables
 from jdistadam.kernels import copies
 
 
@@ -139,11 +132,8 @@ class _Cut:
         self, indices: Collection[int], arguments: list[Any], values: list[Any], results: list[Any]
     ) -> list[Any]:
         known = self._constants | dict(zip(arguments, values, strict=True))
-        for i, eqn in enumerate(self._eqns):
-            if i in indices:
-                new = evaluate_one(self._jaxpr, eqn, values_of(eqn.invars, known))
-                known.update(zip(eqn.outvars, new, strict=True))
-        return values_of(results, known)
+        eqns = [eqn for i, eqn in enumerate(self._eqns) if i in indices]
+        return jaxprs.evaluate_some(self._jaxpr, eqns, known, results)
 
     def _find_gathers(self) -> tuple[set[int], set[int], list[Any]]:
         """Gathers that take the loop's inputs alone, their waits alone, and their results."""
