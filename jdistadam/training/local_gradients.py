@@ -149,7 +149,6 @@ class _MicroBatch(NamedTuple):
     out: LossOutput
     grads: Grads
     not_finite: Any  # shape (leaves,), bool; None unless asked for
-    weighted_in: str | None  # as of ``accumulate_local``
     order: tuple[int, ...]  # of the leaves, as their gradients are known; () if unknown
     kept: tuple[bool, ...]  # for each leaf of the model state, whether the loss returns it
 
@@ -168,7 +167,7 @@ class _Gradient:
         """Differentiates micro-batch ``i``."""
         params, config = self.forward.params, self.forward.tx.config
         output, weight = self.forward.output(i, batch, model_state), None
-        weighted_in = self._weighted_in()
+        weighted_in = self.weighted_in
         if weighted_in is not None:  # [Note: weights before the sum]
             weight = without_effects(lambda params: output(params).weight, params)
         of_shards = jnp.float32(weight != 0) if weighted_in == "loss" else weight
@@ -202,7 +201,7 @@ class _Gradient:
         kept = tuple(old is new for old, new in pairs)
         new_state = _like(model_state, out.model_state)
         out = out._replace(model_state=new_state)
-        return _MicroBatch(out, grads, not_finite, weighted_in, order, kept)
+        return _MicroBatch(out, grads, not_finite, order, kept)
 
     def _are_split(self) -> list[bool]:
         """For each leaf whether its gradient is of the data of several devices, as for experts."""
@@ -210,7 +209,8 @@ class _Gradient:
         assert bound is not None
         return [leaf.split > 1 for leaf in bound.layout.leaves]
 
-    def _weighted_in(self) -> str | None:
+    @property
+    def weighted_in(self) -> str | None:
         """Where gradients get their weight, if not when they are accumulated."""
         if not self.forward.loss_fn.weighted:
             return None
@@ -239,7 +239,7 @@ class _Gradient:
             acc,
             batch.grads,
             batch.out.weight,
-            weighted_in=batch.weighted_in,
+            weighted_in=self.weighted_in,
         )
 
 
