@@ -185,10 +185,9 @@ def _check_quantized(
                 "Call "
                 "tx.step in place of tx.update and optax.apply_updates, or set main_params_dtype."
             )
-        moments = [_dtype(leaf.mu), _dtype(leaf.nu)]
-        is_rounded = is_stochastic and (is_half or any(x in HALVES for x in moments))
-        is_quantized = is_rounded or any(isinstance(x, Codec) for x in moments)
-        if is_quantized and _is_left_to_optax(TreeLeaf(*map(_dtype, leaf))):
+        dtypes = TreeLeaf(*map(_dtype, leaf))
+        is_quantized = _is_quantized(dtypes, mode=mode, is_stochastic=is_stochastic)
+        if is_quantized and _is_left_to_optax(dtypes):
             raise DtypeError(
                 f"{path}: quantized or stochastically rounded moments cannot be updated by "
                 "optax's formula: "
@@ -315,7 +314,7 @@ def _is_quantized(dtypes: TreeLeaf, *, mode: str, is_stochastic: bool) -> bool:
     if mode == "step" and dtypes.main is None:
         stored.append(dtypes.param)
     is_coded = any(isinstance(x, Codec) for x in stored)
-    return is_coded or (is_stochastic and any(x != jnp.float32 for x in stored))
+    return is_coded or (is_stochastic and any(x in HALVES for x in stored))
 
 
 def _is_left_to_optax(dtypes: TreeLeaf) -> bool:
