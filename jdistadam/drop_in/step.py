@@ -149,9 +149,17 @@ def tree_step(
         _check_quantized(trees.paths(params, "params"), leaves, storage.is_stochastic, mode)
     count = adam_state.count
     rows_by_leaf = {i: row for i, row in enumerate(rows) if row is not None}
-    extras = dict(hypers=hypers, count=count, key=key, is_skipped=is_skipped, norms=norms)
-    extras["grad_factor"] = grad_factor
-    new, squares = step_leaves(leaves, rows_by_leaf, mode=mode, **extras)
+    new, squares = _step_leaves(
+        leaves,
+        rows_by_leaf,
+        mode=mode,
+        hypers=hypers,
+        count=count,
+        key=key,
+        is_skipped=is_skipped,
+        norms=norms,
+        grad_factor=grad_factor,
+    )
     steps = [count, *inner[1:]]
     next_steps = trees.keep_if(is_skipped, steps, _next_steps(steps))
     out, new_state = _new_trees(params, new, next_steps, main_kind=main_kind)
@@ -218,7 +226,7 @@ def _new_trees(
     return tree([x.param for x in new]), new_state
 
 
-def step_leaves(
+def _step_leaves(
     leaves: Sequence[TreeLeaf],
     rows_by_leaf: dict[int, int],
     *,
@@ -228,7 +236,7 @@ def step_leaves(
     key: Any,
     is_skipped: Any,
     norms: bool,
-    grad_factor: Any = None,
+    grad_factor: Any,
 ) -> tuple[list[TreeLeaf], Any]:
     """One kernel call per mix of dtypes and of axes of a ``jax.shard_map``, usually one.
 
