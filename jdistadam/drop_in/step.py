@@ -369,7 +369,7 @@ def _call(
     stepped = run_sharded(call, params, with_squares=norms)
     new = stepped.params
     if kept.is_stored and spec.mode == "update":
-        new = [_difference(*pair) for pair in zip(new, params, strict=True)]
+        new = [difference(*pair) for pair in zip(new, params, strict=True)]
     mains = stepped.main_params or arrays.main
     columns = (arrays.grads, new, mains, stepped.mu, stepped.nu)
     return [TreeLeaf(*leaf) for leaf in zip(*columns, strict=True)], stepped.squares
@@ -392,7 +392,7 @@ def _call_optax(
         main = None
         if kind.is_stored:
             new, main = kind.split(new, leaf.param.dtype, jnp)
-            new = new if mode == "step" else _difference(new, leaf.param)
+            new = new if mode == "step" else difference(new, leaf.param)
         new_leaves.append(TreeLeaf(grad=leaf.grad, param=new, main=main, mu=mu, nu=nu))
     return new_leaves
 
@@ -461,9 +461,16 @@ def _apply(params: Sequence[Any], updates: Sequence[Any]) -> Any:
     return optax.apply_updates(params, separate)
 
 
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """The float32 difference: old + difference is exactly new."""
-    return new.astype(jnp.float32) - old.astype(jnp.float32)
+def difference(new: Any, old: Any) -> Any:
+    """The update, from operands that are not rounded: float32, or the dtype of wider ones.
+
+    For params of 16 bits, old + difference is exactly new.
+    """
+    if jnp.issubdtype(new.dtype, jnp.integer):  # without overflow of unsigned numbers
+        is_up, up, down = new >= old, new - old, old - new
+        return jnp.where(is_up, up.astype(jnp.float32), -down.astype(jnp.float32))
+    dtype = jnp.promote_types(new.dtype, jnp.float32)
+    return new.astype(dtype) - old.astype(dtype)
 
 
 def advance_schedules(state: OptState) -> OptState:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jdistadam.core.algorithm import Algorithm
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.drop_in.effects import How
+from jdistadam.drop_in.step import difference
 from jdistadam.errors import PolicyError
 
 
@@ -140,7 +140,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           -0.01
         """
         new, state = self.step(grads, state, params, **extra_args)
-        return new, state, jax.tree.map(_difference, new, params)
+        return new, state, jax.tree.map(difference, new, params)
 
     def step_with_norms(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
@@ -328,15 +328,6 @@ def with_state(
 def takes_all(tx: Any) -> bool:
     """Returns whether a transformation has a step that takes everything in ``How``."""
     return isinstance(tx, FusedTransformation) and tx.merges and tx.is_as_made
-
-
-def _difference(new: Any, old: Any) -> Any:
-    """The update, from operands that are not rounded: float32, or the dtype of wider ones."""
-    if jnp.issubdtype(new.dtype, jnp.integer):  # without overflow of unsigned numbers
-        is_up, up, down = new >= old, new - old, old - new
-        return jnp.where(is_up, up.astype(jnp.float32), -down.astype(jnp.float32))
-    dtype = jnp.promote_types(new.dtype, jnp.float32)
-    return new.astype(dtype) - old.astype(dtype)
 
 
 def _register_as_tree(cls: type[FusedTransformation]) -> None:
