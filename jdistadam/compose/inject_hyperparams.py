@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from optax import inject_hyperparams as optax_inject_hyperparams  # also if a user replaces it
 from optax.schedules import StatefulSchedule
 
-from jdistadam.core import trees
+from jdistadam.compose.wrappers import kept_around
 from jdistadam.core.arguments import float_dtype
 from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.schedule import Schedule
@@ -157,9 +157,7 @@ def _full_step(
         return tx.init, stepped
 
     result, new = inject(functions_of).update(grads, state, params, **extra_args)
-    outer = [x._replace(inner_state=None) for x in (state, new)]
-    kept = trees.keep_if(how.is_skipped, *outer)
-    return result._replace(state=kept._replace(inner_state=result.state))
+    return result._replace(state=kept_around(result.state, how.is_skipped, state, new))
 
 
 _HYPERPARAM_DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -299,9 +297,8 @@ class _Injected:
         injected = self._injected(step_of, schedule)
         result, new = injected.update(grads, state, params, **extra_args)
         # Schedules do not advance in a skipped step; numbers that were set stay either way.
-        numbers = [x._replace(inner_state=None) for x in (state, new)]
-        kept = trees.keep_if(result.is_skipped, *numbers)
-        return result._replace(opt_state=kept._replace(inner_state=result.opt_state))
+        kept = kept_around(result.opt_state, result.is_skipped, state, new)
+        return result._replace(opt_state=kept)
 
     def norm(self, schedule: Schedule, grads: Grads, state: OptState) -> jax.Array:
         """The norm, with the numbers in the state."""

@@ -205,10 +205,9 @@ def apply_if_finite(
             notfinite_count=in_a_row,
             last_finite=is_finite,
             total_notfinite=jnp.where(is_finite, state.total_notfinite, total),
-            inner_state=None,
+            inner_state=result.state,
         )
-        new = trees.keep_if(is_skipped, state._replace(inner_state=None), new)
-        return result._replace(state=new._replace(inner_state=result.state))
+        return result._replace(state=kept_around(result.state, is_skipped, state, new))
 
     tx = FusedTransformation(theirs.init, theirs.update, step_of(full_step))
     tx.full_step = full_step
@@ -241,6 +240,15 @@ def _added(acc: Grads, grads: Grads, n: Any) -> Any:
         return (g + a if n is None else a + (g - a) / (n + 1)).astype(a.dtype)
 
     return jax.tree.map(one, acc, grads)
+
+
+def kept_around(inner: Any, is_skipped: Any, old: Any, new: Any) -> Any:
+    """Returns a wrapper's state after a step that may be skipped, around the new ``inner_state``.
+
+    An inner optimizer skips the step itself, so ``inner`` is right in any case.
+    """
+    old, new = (x._replace(inner_state=None) for x in (old, new))
+    return trees.keep_if(is_skipped, old, new)._replace(inner_state=inner)
 
 
 def check_state_of(wrapper: str, expected: type, state: Any) -> None:
