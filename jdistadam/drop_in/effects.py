@@ -211,9 +211,11 @@ def may_follow(effect: Effect, before: Sequence[Effect], is_direction: bool) -> 
 
     Decay may follow a direction, and factors that it can be divided by.
     """
+    if effect.kind != "decay":
+        return effect.kind in ("factor", "zero")
     factors = [x.number for x in before if x.kind != "decay"]
-    if effect.kind != "decay" or not is_direction or not factors:
-        return effect.kind in ("factor", "zero") or (effect.kind == "decay" and is_direction)
+    if not is_direction or not factors:
+        return is_direction
     if not all(map(is_constant, (effect.number, *factors))):
         return False
     return float(effect.number) >= 0 and all(float(x) > 0 for x in factors)
