@@ -192,18 +192,15 @@ def new_state(algorithm: Algorithm, params: Params) -> OptState:
     """The state before the first step; optax's part is for the main parameters if there are any."""
     storage, main_kind = algorithm.storage, algorithm.main_params
 
-    def optax_state(updated: Any) -> OptState:
-        state = algorithm.like_optax.init(updated)
-        state = _with_nu(state, storage.float_dtype("nu"), params)
-        if storage.is_stochastic:
-            stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
-            storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
-        return low_precision.new_state(storage, params, updated, state)
-
     def widened(x: Any) -> Any:
         return jnp.asarray(x, jnp.float32) if has_main_param(main_kind, x) else x
 
-    state = optax_state(jax.tree.map(widened, params))
+    updated = jax.tree.map(widened, params)
+    state = _with_nu(algorithm.like_optax.init(updated), storage.float_dtype("nu"), params)
+    if storage.is_stochastic:
+        stored = map(jnp.result_type, jax.tree.leaves((updated, state[0].mu, state[0].nu)))
+        storage.check_rounded([x for x in stored if jnp.issubdtype(x, jnp.floating)])
+    state = low_precision.new_state(storage, params, updated, state)
     if main_kind.is_stored:
         state = MainParamsState(new_main_params(main_kind, params), state)
     return low_precision.RoundingState(storage.key, state) if storage.is_stochastic else state
