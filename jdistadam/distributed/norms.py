@@ -69,7 +69,7 @@ def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
     return groups
 
 
-def names_of(norms: Norms | None, layout: Layout) -> list[str]:
+def _names_of(norms: Norms | None, layout: Layout) -> list[str]:
     """Returns the names of a step's norms, in order."""
     if norms is None:
         return []
@@ -140,7 +140,7 @@ def norms_of(
     groups = groups_of(config.norms, layout)
     norm, is_skipped = verdict.facts.norm, verdict.is_skipped
     if not groups:
-        return dict.fromkeys(names_of(config.norms, layout), jnp.zeros((), jnp.float32))
+        return dict.fromkeys(_names_of(config.norms, layout), jnp.zeros((), jnp.float32))
     squares = _summed(config, list(groups.values()), sums)
     everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
     norms = poisoned(verdict.facts.is_other_layout, jnp.sqrt(everything))
@@ -152,7 +152,7 @@ def norms_of(
     total, *of_groups = norms
     named = [row for name, row in zip(groups, of_groups, strict=True) if name is not None]
     values = [*total[1:], *(x for row in named for x in row)]
-    return dict(zip(names_of(config.norms, layout), values, strict=True))
+    return dict(zip(_names_of(config.norms, layout), values, strict=True))
 
 
 def _summed(

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import Axes
-from jdistadam.distributed.norms import names_of
 from jdistadam.distributed.state import DistributedState, StepResult, find_state
 from jdistadam.distributed.step import check_not_transformed
 from jdistadam.distributed.transformation import DistributedTransformation
@@ -63,23 +62,26 @@ class StepProgram:
         tx = self.tx.bind(state.params)
         check_not_transformed("train_step", (state, batch))  # before loss_fn is
         specs = TrainState(tx.param_specs(state.params), tx.state_specs(), P(), P())
-        return over_devices(
+        run = over_devices(
             tx,
             dataclasses.replace(self, tx=tx)._on_a_device,
             specs=specs,
             batch_spec=self.batch_spec,
-            result_specs=self._metrics_specs(tx),
+            result_specs=(rows_spec(tx.config, self.batch_spec), P()),
             seen=self.seen,
-        )(state, batch)
+        )
+        new, (aux, metrics) = run(state, batch)
+        return new, ({"aux": aux} if self.loss_function.has_aux else {}) | metrics
 
-    def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _on_a_device(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[Any, Any]]:
+        """Returns the new state, and auxiliary outputs, or None, with the metrics."""
         config = self.tx.config
         if not config.updates_early:
             return self._step(state, batch)
         lag = _LAG if config.parallel.num_devices > 1 else 1
         return with_early_updates(self._step, lag=lag, seen=self.seen)(state, batch)
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[Any, Any]]:
         tx, axes = self.tx, self.tx.config.parallel.data_axes
         scaling = find_state(state.opt_state).scaling
         forward = Forward.at(state, self.loss_function, tx, self.options.accumulate_steps)
@@ -97,7 +99,7 @@ class StepProgram:
         model_state = _mean_over_devices(local.model_state, local.kept, axes)
         model_state = trees.keep_if(result.is_skipped, state.model_state, model_state)
         new = TrainState(result.params, result.opt_state, model_state, forward.next_rng)
-        return new, self._metrics(local, result, scaling)
+        return new, (local.aux, self._metrics(local, result, scaling))
 
     def _metrics(self, local: LocalResult, result: StepResult, scaling: Any) -> dict[str, Any]:
         """The metrics of a step; ``scaling`` is that of the state before it."""
@@ -116,18 +118,7 @@ class StepProgram:
         metrics |= result.norms or {}
         if self.options.report_nonfinite:
             metrics["nonfinite"] = sum_over_devices(local.not_finite, self.tx)
-        return metrics | ({"aux": local.aux} if self.loss_function.has_aux else {})
-
-    def _metrics_specs(self, tx: DistributedTransformation) -> dict[str, P]:
-        assert tx.bound is not None
-        names = ["loss", "grad_norm", "learning_rate", "skipped", "loss_scale"]
-        names += ["skipped_spikes"] if self.tx.config.norm_guard is not None else []
-        names += names_of(tx.config.norms, tx.bound.layout)
-        names += ["nonfinite"] if self.options.report_nonfinite else []
-        specs = dict.fromkeys(names, P())
-        if self.loss_function.has_aux:
-            specs["aux"] = rows_spec(self.tx.config, self.batch_spec)
-        return specs
+        return metrics
 
 
 def _skipped_so_far(state: DistributedState) -> jax.Array:
