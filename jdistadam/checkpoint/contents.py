@@ -24,7 +24,7 @@ from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
 from jdistadam.core.guards import GUARDS, saved_loss_scale
-from jdistadam.core.precision import sent_dtype
+from jdistadam.core.precision import is_sent_as_is
 from jdistadam.core.storage import MOMENTS, main_codec_of
 from jdistadam.distributed.flat_arrays import is_flat_codes
 from jdistadam.distributed.layout import Bucket
@@ -102,7 +102,7 @@ def _of_flat(flat: FlatAdam) -> Iterator[Group]:
     for bucket, params in flat.units:
         for section in flat.sections if bucket is not None else ():
             # Main parameters that params have too, as float32 and sent whole, are not kept twice.
-            is_sent_whole = sent_dtype(config.policy, bucket.dtype) == bucket.dtype
+            is_sent_whole = is_sent_as_is(config.policy, bucket.dtype)
             is_in_params = bucket.dtype == jnp.float32 and is_sent_whole
             is_kept = section != "main_params" or (bucket.has_main and not is_in_params)
             if is_kept and getattr(state, section) is not None:

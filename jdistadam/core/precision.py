@@ -127,6 +127,11 @@ def sent_dtype(policy: MixedPrecisionPolicy, dtype: Any) -> Any:
     return dtype if policy.param_comm_dtype is None else policy.param_comm_dtype
 
 
+def is_sent_as_is(policy: MixedPrecisionPolicy, dtype: Any) -> bool:
+    """Returns whether parameters of this dtype are sent without being rounded."""
+    return bool(sent_dtype(policy, dtype) == dtype)
+
+
 def policy_of(value: Any) -> MixedPrecisionPolicy:
     """Returns a policy, the default for None; raises PolicyError for anything else."""
     if value is None:

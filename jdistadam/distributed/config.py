@@ -208,7 +208,7 @@ class DistributedConfig:
             return False
         if policy.main_params.is_remainder:
             return bool(dtype == jnp.bfloat16)
-        if precision.sent_dtype(policy, dtype) != dtype and not is_held:
+        if not (precision.is_sent_as_is(policy, dtype) or is_held):
             return True
         is_placed_alike = parallel.num_shards == 1 or (
             is_held and parallel.num_inner_shards == parallel.num_shards
@@ -275,7 +275,7 @@ def _check_param_comm_dtype(policy: precision.MixedPrecisionPolicy, leaves: Sequ
     comm = policy.param_comm_dtype
     for leaf in leaves:
         has_main = policy.main_params.is_stored and not policy.main_params.is_remainder
-        if precision.sent_dtype(policy, leaf.dtype) != leaf.dtype and not has_main:
+        if not (precision.is_sent_as_is(policy, leaf.dtype) or has_main):
             raise PolicyError(
                 f"{leaf.path}: would be rounded to param_comm_dtype at every step: got {comm} for "
                 f"{leaf.dtype} and no float32 main parameters, expected main_params_dtype float32, "

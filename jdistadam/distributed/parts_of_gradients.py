@@ -9,7 +9,7 @@ import jax
 
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.guards import LossScaleState, norm_scale
-from jdistadam.core.precision import sent_dtype
+from jdistadam.core.precision import is_sent_as_is
 from jdistadam.distributed.accumulate import StepGrads
 from jdistadam.distributed.calls import Call, make_calls
 from jdistadam.distributed.config import DistributedConfig
@@ -37,8 +37,8 @@ def steps_on_parts(config: DistributedConfig, bucket: Bucket) -> bool:
 
 def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
     """Whether that kernel writes new parameters into the whole array, which is gathered next."""
-    is_sent_as_is = sent_dtype(config.policy, bucket.dtype) == bucket.dtype
-    return steps_on_parts(config, bucket) and is_sent_as_is and not bucket.is_sharded_param
+    is_whole = not bucket.is_sharded_param and is_sent_as_is(config.policy, bucket.dtype)
+    return is_whole and steps_on_parts(config, bucket)
 
 
 def adding(config: DistributedConfig, call: Call, norm_scale: Any) -> Adding | None:
