@@ -260,7 +260,7 @@ def described(name: str, x: Any) -> dict[str, Any]:
         dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str  # bfloat16 has only a name
         about = {"kind": "numpy", "dtype": dtype, "shape": list(x.shape)}
         return about | ({} if x.ndim else {"is_scalar": isinstance(x, np.generic)})
-    if isinstance(x, jax.Array) and not trees.is_traced(x):
+    if trees.is_concrete(x):
         return {"kind": "jax"}
     if type(x) in (bool, int, float, str, bytes) or parts.is_value(x):
         value = base64.b64encode(x).decode() if isinstance(x, bytes) else x

@@ -63,6 +63,11 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether ``x`` is a jax array that has values, unlike a traced one."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:
     """Raises TreeError, naming the first leaf that only one of the two trees has."""
     got: Any = jax.tree.structure(tree)

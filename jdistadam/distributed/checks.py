@@ -281,8 +281,7 @@ def check_alive(state: Any, train_state: Any = None) -> None:
 
 def _is_deleted(x: Any) -> bool:
     """Whether ``x`` is an array that was donated; False for a tracer."""
-    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return is_array and bool(x.is_deleted())
+    return trees.is_concrete(x) and bool(x.is_deleted())
 
 
 def check_placement(config: DistributedConfig, state: Any) -> None:

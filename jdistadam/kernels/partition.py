@@ -18,7 +18,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule, custom_partiti
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jdistadam.core import collectives
+from jdistadam.core import collectives, trees
 from jdistadam.core.codecs import BLOCK, is_codes
 from jdistadam.errors import PolicyError
 from jdistadam.kernels.adam import adam
@@ -229,7 +229,7 @@ def _sharding_rule(spec: Spec, kinds: Kinds, *, with_squares: bool) -> SdyShardi
 
 def check_leaf(path: str, param: Any, *, is_coded: bool) -> None:
     """Raises PolicyError if no coded or rounded step supports an array's sharding."""
-    if isinstance(param, jax.Array) and not isinstance(param, jax.core.Tracer):
+    if trees.is_concrete(param):
         if not isinstance(param.sharding, SingleDeviceSharding):
             check_shards(param, is_coded, path)
 

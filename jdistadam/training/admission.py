@@ -302,7 +302,7 @@ def with_numbers_as_arrays(state: TrainState, mesh: Mesh, returned: Sequence[Any
     replicated, known = NamedSharding(mesh, P()), {id(x) for x in returned}
 
     def as_array(name: str, x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and id(x) not in known and not isinstance(x, jax.core.Tracer):
+        if trees.is_concrete(x) and id(x) not in known:
             x = jnp.copy(x)
         return _as_array(name, x, replicated)
 

@@ -44,7 +44,7 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
 
     def place(path: str, x: Any) -> Any:
         is_traced = isinstance(x, jax.core.Tracer)
-        if isinstance(x, jax.Array) and not is_traced and x.sharding == sharding:
+        if _is_at(x, sharding):
             return x
         x = _as_array(path, x)
         divides_by = config.parallel.num_devices if is_traced else num_local
@@ -90,13 +90,11 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
 def is_placed(batch: Any, sharding: NamedSharding) -> bool:
     """Whether shard_batch would return a batch unchanged."""
     leaves = jax.tree.leaves(batch)
-    return all(
-        isinstance(x, jax.Array)
-        and not isinstance(x, jax.core.Tracer)
-        and x.sharding == sharding
-        and x.shape[:1] == leaves[0].shape[:1] != (0,)
-        for x in leaves
-    )
+    return all(_is_at(x, sharding) and x.shape[:1] == leaves[0].shape[:1] != (0,) for x in leaves)
+
+
+def _is_at(x: Any, sharding: NamedSharding) -> bool:
+    return trees.is_concrete(x) and x.sharding == sharding
 
 
 def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
