@@ -1,4 +1,6 @@
-"""Traced programs of JAX: the only file that knows names and parameters of JAX's operations.
+"""Traced programs of JAX: the file that knows names and parameters of JAX's operations.
+
+``compose/linearity.py`` has a list of its own, to which an unknown operation is not linear.
 
 A step is traced, and evaluated in another order. If JAX renames an operation, results stay the
 same, but nothing is found any more: copies do not overlap the model, or a gradient that counts
