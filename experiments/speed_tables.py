@@ -82,6 +82,7 @@ ZERO3 = "optim_grads_params"
 ZERO1, FSDP = "annotated_zero1+first_dim", "annotated_fsdp+first_dim"
 OPTAX_ONCE, OPTAX_WHOLE = f"{FSDP}+gathered_once", f"{FSDP}+gathered_once+whole_6"
 OPTIM, OPTIM_CODED = "optim+float32sum", "optim+block8+float32sum+remainder16"
+OPTIM_REMAINDERS = "optim+float32sum+remainder16"
 ONCE = f"{ZERO3}+float32sum+gathered_once+whole_6"
 BLOCKS = f"{ZERO3}+block_by_block+float32sum"
 FSDP2 = "torch_fsdp2"
@@ -94,20 +95,18 @@ OF_STEPS = {  # variants, as _variant writes them, and their names
     "torch_floor": "torch, no optimizer",
     FSDP2: "torch: FSDP2, fused AdamW",
     OPTIM: 'jdistadam, "optim"',
+    OPTIM_REMAINDERS: 'jdistadam, "optim", remainder16',
     OPTIM_CODED: 'jdistadam, "optim", remainder16, block8',
     ONCE: "jdistadam, gathered once",
     BLOCKS: "jdistadam, blocks gathered one by one",
 }
 LONG, SHORT = "unrolled-8", "unrolled-1"
 WAYS = {  # GPUs: records of both workloads
-    "2": {
-        LONG: ("h200_x2/zero1_again", "h200_x2/fsdp2"),
-        SHORT: ("h200_x2/zero1", "h200_x2/fsdp2"),
-    },
-    "4": {
-        LONG: ("h200_x4/zero1_8192", "h200_x4/fsdp2"),
-        SHORT: ("h200_x4/zero1_1024", "h200_x4/fsdp2"),
-    },
+    gpus: {
+        LONG: (f"h200_x{gpus}/tokens_8192", f"h200_x{gpus}/fsdp2"),
+        SHORT: (f"h200_x{gpus}/tokens_1024", f"h200_x{gpus}/fsdp2"),
+    }
+    for gpus in ("2", "4")
 }
 
 
@@ -251,14 +250,14 @@ def _with_range(rival, ours) -> str:
 def by_tokens() -> str:
     """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
     table = []
-    for tokens, group in (("1,024", SHORT), ("8,192", LONG)):
-        rows = clipped_steps(("h200_x2/zero1",), group)
+    for tokens in (1024, 4096, 8192, 32768):
+        rows = clipped_steps((f"h200_x2/tokens_{tokens}",), f"unrolled-{tokens // 1024}")
         three = [rows[x] for x in ("floor", rival_of(rows), OPTIM)]
         shares = (f"{100 * row['model_flops_utilization']:.1f}" for row in three)
         ms = (f"{row['ms']:.1f}" for row in three)
         nbytes = (f"{bytes_of_step(row)[1] / 1e9:.1f}" for row in three[1:])
         gain = _with_range(*three[1:])
-        table.append((tokens, *ms, gain, " / ".join(shares), " / ".join(nbytes)))
+        table.append((f"{tokens:,}", *ms, gain, " / ".join(shares), " / ".join(nbytes)))
     columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
     units = ("% of the GPU's FLOP/s: the three", "GB in a step: optax / jdistadam")
     return markdown.table((*columns, *units), table)
@@ -268,26 +267,30 @@ SCANNED_FLOAT32 = f"{ZERO3}+float32sum"
 OF_SCANNED = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     FSDP: "optax, FSDP by `NamedSharding`",
-    OPTAX_ONCE: "the same, gathered once",
+    OPTAX_ONCE: "optax, FSDP, gathered once",
     f"{FSDP}+products_kept": "optax, FSDP, with `jda.remat_policy`",
+    f"{OPTAX_ONCE}+products_kept": "the same, gathered once",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3, with `jda.remat_policy`",
 }
-SCANNED = ("h200_x4/scanned", "scanned-8")
+SCANNED = {gpus: (f"h200_x{gpus}/scanned", "scanned-8") for gpus in ("2", "4")}
+LLAMA = ("h200_x2/llama_7b", "scanned-2")
 
 
 def scanned() -> str:
     """One line for each way to step with scanned layers: time, tokens/s beside optax, memory."""
-    record, workload = SCANNED
-    rows = clipped_steps((record,), workload)
+    found = {gpus: clipped_steps((record,), group) for gpus, (record, group) in SCANNED.items()}
     table = [
         (
+            gpus,
             name,
             _step_cell(rows, variant),
             *(f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(rows[variant])),
         )
+        for gpus, rows in found.items()
         for variant, name in OF_SCANNED.items()
+        if variant in rows
     ]
-    columns = ("step, 8,192 tokens per GPU", "ms (tokens/s)")
+    columns = ("GPUs", "step, 8,192 tokens per GPU", "ms (tokens/s)")
     return markdown.table((*columns, "GB between steps", "GB during a step"), table)
 
 
@@ -569,11 +572,11 @@ def _on_one_gpu() -> tuple[str, str]:
 
 def decision() -> str:
     """Who gains, how much beside optax, and with how many bytes: the first table of README."""
-    two = (
-        ("1,024", "h200_x2/zero1", SHORT),
-        ("8,192", "h200_x2/zero1_again", LONG),
+    two, four = (
+        (("1,024", f"h200_x{x}/tokens_1024", SHORT), ("8,192", f"h200_x{x}/tokens_8192", LONG))
+        for x in ("2", "4")
     )
-    four = (("1,024", "h200_x4/zero1_1024", SHORT), ("8,192", "h200_x4/zero1_8192", LONG))
+    long = ("32,768", "h200_x2/tokens_32768", "unrolled-32")
     fits = {kind: largest_rows()[kind] for kind in ("codes_early", "optax")}
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
@@ -596,7 +599,7 @@ def decision() -> str:
         ),
         (
             "2 GPUs with NVLink", "**yes** with few tokens per GPU",
-            ", ".join(_more(*x, OPTIM) for x in two), _in_step(*two[1][1:], OPTIM),
+            ", ".join(_more(*x, OPTIM) for x in (*two, long)), _in_step(*two[1][1:], OPTIM),
         ),
         (
             "4 GPUs with NVLink",
@@ -605,10 +608,15 @@ def decision() -> str:
             ", ".join(_more(*x, ONCE) for x in four), _in_step(*four[1][1:], ONCE),
         ),
         (
-            "4 GPUs, FSDP with scanned layers", "**yes**",
-            f"{_more('8,192', *SCANNED, SCANNED_FLOAT32)}, [both "
-            "rematerialized](docs/benchmarks.md#scanned-layers)",
-            _in_step(*SCANNED, SCANNED_FLOAT32),
+            "FSDP with [scanned layers](docs/benchmarks.md#scanned-layers)", "**yes**",
+            ", ".join(
+                _more(name, *record, SCANNED_FLOAT32)
+                for name, record in (
+                    ("8,192 on 2 GPUs", SCANNED["2"]), ("on 4", SCANNED["4"]),
+                    ("4,096 on 2, a Llama with 7e9 parameters", LLAMA),
+                )
+            ),
+            "; ".join(_in_step(*x, SCANNED_FLOAT32) for x in (*SCANNED.values(), LLAMA)),
         ),
         (
             "GPUs without NVLink", "for its memory and dtypes",
