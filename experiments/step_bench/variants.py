@@ -51,6 +51,15 @@ def placed(tree, shardings, dtype=None):
     )
 
 
+def no_arguments(params):
+    """Params whose vectors are behind a barrier, as in ``train_step``.
+
+    XLA for GPUs would multiply by vectors that are arguments once for each matrix product.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.tree.map(lambda x: barrier(x) if x.ndim < 2 else x, params)
+
+
 class Setting:
     """The common values of a group's variants."""
 
@@ -98,7 +107,7 @@ class Floor:
         self.program = None  # the compiled one
 
     def _local(self, params, tokens):
-        micro = self.setting.workload.accumulate_steps
+        micro, params = self.setting.workload.accumulate_steps, no_arguments(params)
         value_and_grad = jax.value_and_grad(self.setting.loss())
         if micro == 1:
             loss, grads = value_and_grad(params, tokens)
@@ -255,6 +264,7 @@ class Annotated:
         params, main, state = train_state
         if self.gathers_once:  # XLA runs the first products beside the gathers of later ones
             params = jax.lax.with_sharding_constraint(params, self.setting.replicated)
+        params = no_arguments(params)
         value_and_grad = jax.value_and_grad(self._loss)
         micro = self.setting.workload.accumulate_steps
         if micro == 1:

@@ -3,6 +3,12 @@
 [Note: last micro-batch] Micro-batches run in a loop. If their gradients are summed on the device
 and sent once, the last one runs after the loop, where XLA can overlap its backward pass with the
 sums over devices, or with the transfer of a state in host memory. It is compiled a second time.
+
+[Note: vectors behind a barrier] If a vector, such as the scale of a norm, is an argument of the
+program, XLA for GPUs fuses its product with activations into each matrix product that takes the
+result: forward, and for the gradient of the weights. Where cuBLAS is faster than such a fusion, XLA
+takes the product out again, and computes it in kernels of its own, once for each. Behind a barrier
+the vector is no argument, and its product is computed once, in the kernel of the norm.
 """
 
 from __future__ import annotations
@@ -76,6 +82,8 @@ class Forward:
         params = state.params
         if parallel.shards_params:  # params that the model gathers stay shards
             params = gathered_before_loss(local_params(params, tx), tx)
+        if parallel.is_on_gpu:  # [Note: vectors behind a barrier]
+            params = jax.tree.map(_no_argument, params, is_leaf=is_shard)
         first = collectives.axis_index(parallel.data_axes) * accumulate_steps
         return cls(loss_fn, tx, params, rng, next_rng, first)
 
@@ -101,6 +109,11 @@ class Forward:
             split = {x.path: parallel.splitting(x.tensor_axes) for x in leaves if x.split > 1}
             refuse_lone_parts(lambda p: output(p).loss, self.params, split)
         return output
+
+
+def _no_argument(x: Any) -> Any:
+    is_vector = not is_shard(x) and jnp.ndim(x) < 2 and not trees.is_key(x)
+    return jax.lax.optimization_barrier(x) if is_vector else x
 
 
 def mean_loss(config: DistributedConfig, loss: jax.Array, weight: Any) -> jax.Array:

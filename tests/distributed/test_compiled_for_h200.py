@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed import calls
+from jdistadam.tools import hlo
 from support.h200 import (
     WIDTH,
     by_op,
@@ -52,6 +53,15 @@ def test_the_policys_dtypes_are_communicated_and_nothing_else(
         ("all-gather", short[param_dtype]): 8 * shard_elements,
         ("all-reduce", "f32"): 2,  # the norm and the loss
     }
+
+
+def test_matrix_products_multiply_by_no_vector(bfloat16_step):
+    """Otherwise XLA multiplies activations by a scale once for each product that takes them."""
+    instructions = list(hlo.instructions(bfloat16_step[2].as_text()))
+    products = {computation for computation, line in instructions if " dot(" in line}
+    assert len(products) >= 12  # of three layers: two forward, and four backward
+    scaled = [x for computation, x in instructions if computation in products and "multiply(" in x]
+    assert scaled == []
 
 
 @pytest.mark.parametrize("comm", [jnp.float32, jnp.bfloat16], ids=str)
