@@ -196,6 +196,7 @@ def test_phases_of_a_profile(tmp_path):
     }
     longest = trace.longest(events, steps=1)
     assert [(phase, ms) for phase, _, _, ms in longest] == [
+        ("model", 4.0),
         ("reduce-scatter", 2.0),
         ("update", 1.0),
     ]

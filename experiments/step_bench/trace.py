@@ -127,12 +127,11 @@ def last_step(of_gpus, steps):
     }
 
 
-def longest(events, steps, count=15):
-    """The kernels outside the model that took most time: (phase, name, times, ms) per step."""
+def longest(events, steps, count=30):
+    """The kernels that took most time: (phase, name, times, ms) per step."""
     total = {}
     for start, end, phase, name in events:
-        if phase != "model":
-            times, ms = total.get((phase, name[:80]), (0, 0.0))
-            total[phase, name[:80]] = times + 1, ms + end - start
+        times, ms = total.get((phase, name[:80]), (0, 0.0))
+        total[phase, name[:80]] = times + 1, ms + end - start
     rows = [(*key, n / steps, ms / steps) for key, (n, ms) in total.items()]
     return sorted(rows, key=lambda row: -row[-1])[:count]
