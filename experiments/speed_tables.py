@@ -90,7 +90,7 @@ OF_STEPS = {  # variants, as _variant writes them, and their names
     "floor": "no optimizer",
     ZERO1: "optax, ZeRO-1 by `NamedSharding`",
     OPTAX_ONCE: "optax, FSDP by `NamedSharding`, gathered once",
-    OPTAX_WHOLE: "the same, 6 blocks whole",
+    OPTAX_WHOLE: "optax, FSDP, gathered once, 6 blocks whole",
     FSDP: "optax, FSDP by `NamedSharding`",
     "torch_floor": "torch, no optimizer",
     FSDP2: "torch: FSDP2, fused AdamW",
@@ -166,7 +166,7 @@ def _step_cell(rows, variant) -> str:
         return "-"
     rival = rival_of(rows)
     row = rows[variant]
-    more = _beside(rows[rival], row) if variant != rival else ""
+    more = _beside(rows[rival], row) if variant not in (rival, "floor") else ""
     return f"{row['ms']:.1f}" + (f" ({more})" if more else "")
 
 
@@ -179,7 +179,8 @@ def ways() -> str:
             if any(variant in rows for rows in of_groups.values()):
                 cells = (_step_cell(rows, variant) for rows in of_groups.values())
                 row = of_groups[LONG].get(variant)
-                nbytes = f"{bytes_of_step(row)[1] / 1e9:.1f}" if row else "-"
+                is_known = row and variant != "floor"  # whose results take bytes, too
+                nbytes = f"{bytes_of_step(row)[1] / 1e9:.1f}" if is_known else "-"
                 table.append((gpus, name, *cells, nbytes))
     columns = ("GPUs", "step", "8,192 tokens: ms (tokens/s)", "1,024 tokens: ms (tokens/s)")
     return markdown.table((*columns, "GB, 8,192 tokens"), table)
@@ -258,8 +259,9 @@ def by_tokens() -> str:
         nbytes = (f"{bytes_of_step(row)[1] / 1e9:.1f}" for row in three[1:])
         gain = _with_range(*three[1:])
         table.append((f"{tokens:,}", *ms, gain, " / ".join(shares), " / ".join(nbytes)))
-    columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam", "tokens/s")
-    units = ("% of the GPU's FLOP/s: the three", "GB in a step: optax / jdistadam")
+    columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam")
+    columns += ("tokens/s (least to most of the rounds)",)
+    units = ("% of the peak FLOP/s: the three steps", "GB in a step: optax / jdistadam")
     return markdown.table((*columns, *units), table)
 
 
@@ -269,11 +271,10 @@ OF_SCANNED = {  # variants, as _variant writes them, and their names
     FSDP: "optax, FSDP by `NamedSharding`",
     OPTAX_ONCE: "optax, FSDP, gathered once",
     f"{FSDP}+products_kept": "optax, FSDP, with `jda.remat_policy`",
-    f"{OPTAX_ONCE}+products_kept": "the same, gathered once",
+    f"{OPTAX_ONCE}+products_kept": "optax, FSDP, gathered once, with `jda.remat_policy`",
     SCANNED_FLOAT32: "jdistadam, ZeRO-3, with `jda.remat_policy`",
 }
 SCANNED = {gpus: (f"h200_x{gpus}/scanned", "scanned-8") for gpus in ("2", "4")}
-LLAMA = ("h200_x2/llama_7b", "scanned-2")
 
 
 def scanned() -> str:
@@ -284,7 +285,10 @@ def scanned() -> str:
             gpus,
             name,
             _step_cell(rows, variant),
-            *(f"{nbytes / 1e9:.1f}" for nbytes in bytes_of_step(rows[variant])),
+            *(
+                "-" if variant == "floor" else f"{nbytes / 1e9:.1f}"
+                for nbytes in bytes_of_step(rows[variant])
+            ),
         )
         for gpus, rows in found.items()
         for variant, name in OF_SCANNED.items()
@@ -581,10 +585,6 @@ def decision() -> str:
     sizes = [f"{row['parameters'] / 1e9:.2f}e9" for row in fits.values()]
     page = "docs/out_of_memory.md#the-largest-model-on-one-gpu"
     largest = f"[{sizes[0]} parameters on 80 GB]({page})"
-    over_xla = (
-        " and ".join(f"{longer(group, x):.0f}" for group in (SHORT, LONG))
-        for x in ("optim", f"{OPTIM}+over_xla")
-    )
     peaks = " / ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in fits.values())
     table = [
         (
@@ -608,21 +608,17 @@ def decision() -> str:
             ", ".join(_more(*x, ONCE) for x in four), _in_step(*four[1][1:], ONCE),
         ),
         (
-            "FSDP with [scanned layers](docs/benchmarks.md#scanned-layers)", "**yes**",
+            "2 or 4 GPUs, FSDP with scanned layers",
+            "**yes**, if you need a scan: [without, both are "
+            "faster](docs/benchmarks.md#scanned-layers)",
             ", ".join(
-                _more(name, *record, SCANNED_FLOAT32)
-                for name, record in (
-                    ("8,192 on 2 GPUs", SCANNED["2"]), ("on 4", SCANNED["4"]),
-                    ("4,096 on 2, a Llama with 7e9 parameters", LLAMA),
-                )
+                _more(f"8,192 on {gpus}", *record, SCANNED_FLOAT32)
+                for gpus, record in SCANNED.items()
             ),
-            "; ".join(_in_step(*x, SCANNED_FLOAT32) for x in (*SCANNED.values(), LLAMA)),
+            "; ".join(_in_step(*x, SCANNED_FLOAT32) for x in SCANNED.values()),
         ),
         (
-            "GPUs without NVLink", "for its memory and dtypes",
-            "not measured; with 1,024 and 8,192 tokens, steps on 2 H200s take {} % longer by XLA's "
-            "collectives than by copies, {} % with gradients summed in float32".format(*over_xla),
-            "not measured",
+            "GPUs without NVLink", "for its memory and dtypes", "not measured", "not measured",
         ),
         (
             "8 GPUs, or several hosts", "not yet: tested on CPUs only",

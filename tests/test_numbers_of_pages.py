@@ -139,10 +139,20 @@ def once(key):
     return gain("tokens_8192", f"unrolled-8/{ONCE}", f"unrolled-8/{OPTAX_ONCE}", key)
 
 
+def llama(name):
+    return row("bench_step/h200_x2/llama_7b", name=f"scanned-2/{name}")
+
+
 def of_llama(name):
     """GB during a step."""
-    found = row("bench_step/h200_x2/llama_7b", name=f"scanned-2/{name}")
-    return (found["argument_bytes"] + found["temporary_bytes"]) / 1e9
+    return (llama(name)["argument_bytes"] + llama(name)["temporary_bytes"]) / 1e9
+
+
+def longer_than_whole():
+    """By how many percent FSDP takes longer on four GPUs with all leaves sharded."""
+    ways = (f"annotated_fsdp{x}{TUNED}" for x in ("", "+gathered_once+whole_6"))
+    cut, whole = (row("bench_step/h200_x4/tokens_1024", name=f"unrolled-1/{x}") for x in ways)
+    return 100 * (cut["ms"] / whole["ms"] - 1)
 
 
 def with_policy():
@@ -194,11 +204,11 @@ def speed(work):
 SEED0 = "h100_x4/600_steps_3e-4/jdistadam_seed0"
 LOSSES = "losses_over_seeds/h200/default"
 SENTENCES = {
-    "it trains on {} % more tokens per second on two H200s, and on {} % more on four.": [
+    'it trains on {} % more tokens per second on two H200s ("optim"), and on {} % more on four': [
         (lambda: lead("h200_x2/tokens_1024", "unrolled-1", OPTIM), ".1f"),
         (lambda: lead("h200_x4/tokens_1024", "unrolled-1", ONCE), ".1f"),
     ],
-    "it is {} % behind on two, and {} % ahead on four. **With 32,768 tokens, it is {} % behind** on two. "
+    "these are {} % behind on two, and {} % ahead on four. **With 32,768 tokens, it is {} % behind** on two. "
     "With scanned layers and 8,192 tokens, it is {} % ahead on two and {} % on four": [
         (lambda: -lead("h200_x2/tokens_8192", "unrolled-8", OPTIM), ".1f"),
         (lambda: lead("h200_x4/tokens_8192", "unrolled-8", ONCE), ".1f"),
@@ -206,31 +216,49 @@ SENTENCES = {
         (lambda: lead("h200_x2/scanned", "scanned-8", SCANNED), ".1f"),
         (lambda: lead("h200_x4/scanned", "scanned-8", SCANNED), ".1f"),
     ],
-    "the model takes {} to {} ms of a GPU in optax's program, {} to {} in jdistadam's, and {} to {} with "
+    "it takes {} to {} ms of a GPU in optax's program, {} to {} in jdistadam's, and {} to {} with "
     "no optimizer.": [
         (lambda name=name, choose=choose: choose(model_of_two(name)), ".0f")
         for name in (PLAIN_ONCE, OPTIM, "floor") for choose in (min, max)
     ],
-    "{} kernels of the model instead of {}.": [
+    "{} kernels of the model instead of {}, and": [
         (lambda: kernels(OPTIM), ",.0f"), (lambda: kernels(PLAIN_ONCE), ".0f"),
     ],
     "All else takes {} to {} ms in optax's step, and {} to {} in jdistadam's.": [
         (lambda name=name, choose=choose: choose(rest_of_two(name)), ".0f")
         for name in (PLAIN_ONCE, OPTIM) for choose in (min, max)
     ],
-    'on two GPUs with 8,192 tokens, "optim" is {} % behind.': [
+    'on two GPUs with 8,192 tokens, "optim" is {} % behind FSDP': [
         (lambda: -lead("h200_x2/two_processes", "unrolled-8", OPTIM), ".1f"),
     ],
     "A [Llama-like model](../experiments/results/bench_step/h200_x2/llama_7b.json) of {}e9 parameters": [
         (lambda: of("bench_step/h200_x2/llama_7b")["rows"][0]["parameters"] / 1e9, ".2f"),
     ],
-    "trains on {} % more tokens per second than optax with the faster of two sets of flags.": [
+    "trains on {} % more tokens per second than optax's FSDP with the faster of two sets of flags: steps "
+    "take {} and {} ms, and {} with no optimizer.": [
         (lambda: lead("h200_x2/llama_7b", "scanned-2", SCANNED), ".1f"),
+        *(
+            (lambda name=name: llama(name)["ms"], ".1f")
+            for name in (SCANNED, f"annotated_fsdp{TUNED}", "floor")
+        ),
     ],
+    "Without a scan, this model takes {} ms": [
+        (lambda: row("bench_step/h200_x2/tokens_8192", name=f"unrolled-8/{OPTIM}")["ms"], ".0f"),
+    ],
+    "and explains up to {} ms.": [
+        (lambda: max(x - y for x, y in zip(*map(model_of_two, ("floor", PLAIN_ONCE)), strict=True)), ".0f"),
+    ],
+    "kernels take {} to {} ms longer in jdistadam's program than with no optimizer.": [
+        (lambda choose=choose: choose(
+            x - y for x, y in zip(*map(model_of_two, (OPTIM, "floor")), strict=True)
+        ), ".0f")
+        for choose in (min, max)
+    ],
+    "which in one process takes {} % longer than with 6 blocks whole": [(longer_than_whole, ".1f")],
     "jdistadam takes {} GB during a step, optax {}: sums": [
         (lambda: of_llama(SCANNED), ".1f"), (lambda: of_llama(f"annotated_fsdp{TUNED}"), ".1f"),
     ],
-    "a step takes longer than by copies: {} % with 1,024 tokens per GPU, and {} % with 8,192.": [
+    "at an older revision, {} % with 1,024 tokens per GPU, and {} % with 8,192.": [
         (lambda: over_xla("ways_1024", "unrolled-1"), ".0f"),
         (lambda: over_xla("ways_8192", "unrolled-8"), ".0f"),
     ],
@@ -281,11 +309,12 @@ SENTENCES = {
         for gpus in (2, 4) for key in ("percent_least", "percent_most")
     ],
     "optax takes {} % less time with the same policy": [(with_policy, ".1f")],
-    "optax waits {} ms for reduce-scatters and spends {} ms on copies within a GPU, jdistadam {} ms on "
-    "waits for other GPUs' copies and {}.": [
+    "GPU 0 of four waits {} ms for them, and copies within itself for {} ms. In jdistadam's step, it waits "
+    "{} ms for copies between GPUs, is idle for {} ms, and copies within itself for {} ms.": [
         (lambda: scanned_phase(OPTAX_KEPT, "reduce-scatter"), ".1f"),
         (lambda: scanned_phase(OPTAX_KEPT, "copies"), ".1f"),
         (lambda: scanned_phase(SCANNED, "peer copies"), ".1f"),
+        (lambda: scanned_phase(SCANNED, "idle"), ".1f"),
         (lambda: scanned_phase(SCANNED, "copies"), ".1f"),
     ],
     "is {} higher, with a standard error of {} from three seeds; seeds of optax differ by {}.": [

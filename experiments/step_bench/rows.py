@@ -31,13 +31,15 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
     },
     "pipelined_sums": {"xla_gpu_pipeline_reduce_scatter": _PIPELINED},
     "merge_nothing": merging(1),
-    "merge_30": merging(30 << 20),  # XLA's default
-    "merge_64": merging(64 << 20),
     "merge_128": merging(128 << 20),
-    "merge_1024": merging(1 << 30),
     # Results of an all-gather are N times those of the reduce-scatter of its gradients.
     "sums_32": {"xla_gpu_reduce_scatter_combine_threshold_bytes": 32 << 20},
-    "sums_128": {"xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20},
+    # NCCL reads and writes arrays in place, with fewer of the GPU's processors.
+    "symmetric": {
+        "xla_gpu_enable_nccl_user_buffers": True,
+        "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
+    },
+    "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # leaves more of them to products
     # Those of MaxText's configs/a3/llama_2_7b/1vm.sh, as far as this XLA has them. XLA's defaults
     # have the scheduler that hides latency.
     "maxtext": merging(128 << 20)
@@ -66,8 +68,8 @@ FLAGS = {  # by whether layers are scanned
         "merge_128",
         "early+merge_128",
         "sums_32",
-        "early+sums_32",
-        "sums_128",
+        "symmetric",
+        "channels_8",
         "maxtext",
     ),
     True: (
@@ -75,9 +77,9 @@ FLAGS = {  # by whether layers are scanned
         "pipelined",
         "early+pipelined",
         "early+pipelined+pipelined_sums",
-        "merge_64+pipelined",
-        "early+merge_nothing+pipelined",
+        "early+pipelined+pipelined_sums+sums_32",
         "early+pipelined+sums_32",
+        "early+pipelined+symmetric",
         "maxtext",
     ),
 }
