@@ -28,19 +28,24 @@ from jdistadam.kernels.operands import LeafPositions
 from jdistadam.kernels.reference import LeafPartition
 
 
-def whole_size(leaf: Leaf, cutting_sizes: Sequence[int]) -> int:
+def whole_size(leaf: Leaf, parallel: DataParallel) -> int:
     """Returns the number of elements of a leaf before tensor axes cut it."""
-    return leaf.size * math.prod(cutting_sizes[k] for axes in leaf.cuts for k in axes)
+    return leaf.size * math.prod(parallel.size(_axes_of(cut, parallel)) for cut in leaf.cuts)
 
 
-def check_cuts(leaf: Leaf, cutting_sizes: Sequence[int]) -> None:
+def _axes_of(cut: Sequence[int], parallel: DataParallel) -> tuple[str, ...]:
+    """The axes of an entry of ``Leaf.cuts``."""
+    return tuple(parallel.cutting_axes[k] for k in cut)
+
+
+def check_cuts(leaf: Leaf, parallel: DataParallel) -> None:
     """Raises PolicyError if a tensor axis cuts a leaf inside its blocks."""
     dims = [dim for dim, axes in enumerate(leaf.cuts) if axes]
     if leaf.group is None or not (dims and leaf.size and leaf.has_blocks):
         return
     piece = math.prod(leaf.shape[dims[0] :])
     if len(dims) > 1 or piece % BLOCK:
-        counts = [math.prod(cutting_sizes[k] for k in leaf.cuts[dim]) for dim in dims]
+        counts = [parallel.size(_axes_of(leaf.cuts[dim], parallel)) for dim in dims]
         advice = "Leave it whole in param_specs"
         if not leaf.is_rounded:
             advice += ", or name it in float32_moments"
@@ -53,7 +58,7 @@ def check_cuts(leaf: Leaf, cutting_sizes: Sequence[int]) -> None:
         )
 
 
-def partition_of(layout: Layout, bucket: Bucket, cutting_sizes: Sequence[int]) -> LeafPartition:
+def partition_of(layout: Layout, bucket: Bucket, parallel: DataParallel) -> LeafPartition:
     """How the leaf of a bucket was cut, first over tensor axes, then over the data axes."""
     if bucket.is_packed or not layout.leaves[bucket.leaf].has_blocks:
         # A table has the cuts, or nothing depends on them.
@@ -61,7 +66,7 @@ def partition_of(layout: Layout, bucket: Bucket, cutting_sizes: Sequence[int]) -
     piece = _piece(layout, bucket)
     leaf = layout.leaves[bucket.leaf]
     whole = piece * layout.num_shards_of(bucket)
-    return LeafPartition(piece, whole, *_tensor_cut(leaf, cutting_sizes))
+    return LeafPartition(piece, whole, *_tensor_cut(leaf, parallel))
 
 
 def _piece(layout: Layout, bucket: Bucket) -> int:
@@ -74,44 +79,38 @@ def _piece(layout: Layout, bucket: Bucket) -> int:
     )
 
 
-def _tensor_cut(leaf: Leaf, cutting_sizes: Sequence[int]) -> tuple[int, int]:
+def _tensor_cut(leaf: Leaf, parallel: DataParallel) -> tuple[int, int]:
     """Elements in one piece, and elements of the uncut leaf from one piece to the next."""
-    for dim, axes in enumerate(leaf.cuts):
-        if axes:
+    for dim, cut in enumerate(leaf.cuts):
+        if cut:
             piece = math.prod(leaf.shape[dim:])
-            return piece, piece * math.prod(cutting_sizes[k] for k in axes)
+            return piece, piece * parallel.size(_axes_of(cut, parallel))
     return leaf.size, leaf.size
 
 
-def _tensor_index(leaf: Leaf, cutting_axes: Sequence[str]) -> Any:
+def _tensor_index(leaf: Leaf, parallel: DataParallel) -> Any:
     """The number of this device's shard of the leaf over tensor axes."""
-    axes = tuple(cutting_axes[k] for cut in leaf.cuts for k in cut)
+    axes = tuple(axis for cut in leaf.cuts for axis in _axes_of(cut, parallel))
     return collectives.axis_index(axes) if axes else jnp.int32(0)
 
 
 def positions_of(
-    layout: Layout,
-    spans: Sequence[Span],
-    parallel: DataParallel,
-    cutting_axes: Sequence[str],
-    cutting_sizes: Sequence[int],
+    layout: Layout, spans: Sequence[Span], parallel: DataParallel
 ) -> tuple[LeafPositions, tuple[int, ...]]:
     """Returns the positions of spans for the kernel, and the start of their tables.
 
     Args:
       layout: The layout.
       spans: The spans of one kernel call.
-      parallel: The axes over which the state is sharded.
-      cutting_axes: The axes to which ``Leaf.cuts`` refers.
-      cutting_sizes: Their sizes.
+      parallel: The axes over which state is sharded, and those that cut leaves.
     """
     numbers, tables, begins, end = [], [], list[int](), 0
     for span in spans:
         first = layout.leaves[span.bucket.leaves[0]]
         index = collectives.axis_index(parallel.without(span.bucket.tensor_axes).state_axes)
-        numbers.append(jnp.stack([index, _tensor_index(first, cutting_axes)]))
+        numbers.append(jnp.stack([index, _tensor_index(first, parallel)]))
         if span.bucket.is_packed and (span.start is None or first.has_blocks):
-            table = _table(layout, span, index, cutting_axes, cutting_sizes)
+            table = _table(layout, span, index, parallel)
             tables.append(table)
             begins.append(end)
             end += table.shape[0]
@@ -121,13 +120,7 @@ def positions_of(
     return LeafPositions(jnp.stack(numbers), blocks), tuple(begins)
 
 
-def _table(
-    layout: Layout,
-    span: Span,
-    index: Any,
-    cutting_axes: Sequence[str],
-    cutting_sizes: Sequence[int],
-) -> jax.Array:
+def _table(layout: Layout, span: Span, index: Any, parallel: DataParallel) -> jax.Array:
     """The leaf of each block of a span, and the block's number there."""
     bucket = span.bucket
     leaves = [layout.leaves[i] for i in bucket.leaves]
@@ -137,10 +130,10 @@ def _table(
         block = _blocks_of_range(layout, span, index)
         which = jnp.zeros_like(block)
     # Blocks of shards over tensor axes become blocks of whole leaves.
-    cuts = np.asarray([_tensor_cut(leaf, cutting_sizes) for leaf in leaves]) // BLOCK
+    cuts = np.asarray([_tensor_cut(leaf, parallel) for leaf in leaves]) // BLOCK
     width, whole_width = np.maximum(cuts, 1).astype(np.int32).T
     is_cut = np.asarray([any(leaf.cuts) for leaf in leaves])
-    number = jnp.stack([_tensor_index(leaf, cutting_axes) for leaf in leaves])[which]
+    number = jnp.stack([_tensor_index(leaf, parallel) for leaf in leaves])[which]
     row, within = jnp.divmod(block, jnp.asarray(width)[which])
     moved = row * jnp.asarray(whole_width)[which] + number * jnp.asarray(width)[which] + within
     block = jnp.where(jnp.asarray(is_cut)[which], moved, block)

@@ -141,7 +141,7 @@ class DistributedConfig:
                 group=row,
                 tensor_axes=collectives.axes_of(spec),
                 layers=kind,
-                cuts=mesh_axes.tensor_cuts(spec, self.cutting_axes),
+                cuts=mesh_axes.tensor_cuts(spec, self.parallel.cutting_axes),
                 rests_whole=is_whole,
                 split=self.parallel.size(self.parallel.splitting(collectives.axes_of(spec))),
             )
@@ -153,7 +153,7 @@ class DistributedConfig:
         if self.algorithm.storage.is_any:
             self._check_low_precision(leaves)
             for leaf in leaves:
-                check_cuts(leaf, self.cutting_sizes)
+                check_cuts(leaf, self.parallel)
         return make_layout(
             leaves,
             self.parallel.num_shards,
@@ -189,8 +189,9 @@ class DistributedConfig:
     def layout_text(self, layout: Layout) -> str:
         """Returns the text of a layout; states carry its digest."""
         main = self.policy.main_params
-        num_tensor = len([x for x in self.cutting_axes if x in self.parallel.tensor_axes])
-        sizes, of_data = self.cutting_sizes[:num_tensor], self.cutting_sizes[num_tensor:]
+        axes, tensor_axes = self.parallel.cutting_axes, self.parallel.tensor_axes
+        sizes = tuple(self.mesh.shape[x] for x in axes if x in tensor_axes)
+        of_data = tuple(self.mesh.shape[x] for x in axes if x not in tensor_axes)
         return text_of(layout, sizes, main.argument or "", of_data)
 
     def layout_digest(self, layout: Layout) -> np.ndarray:
@@ -218,7 +219,7 @@ class DistributedConfig:
     def _is_coded(self, leaf: Leaf) -> bool:
         """Whether the moments of a leaf are coded, if any are; depends on the whole leaf."""
         storage, path = self.algorithm.storage, leaf.path.removeprefix("params")
-        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.cutting_sizes))
+        return storage.is_coding and storage.codes_leaf(path, whole_size(leaf, self.parallel))
 
     def _is_rounded(self, leaf: Leaf) -> bool:
         """Whether floats of a leaf are rounded stochastically, or would be if it were not coded."""
@@ -229,27 +230,13 @@ class DistributedConfig:
 
     def _check_low_precision(self, leaves: Sequence[Leaf]) -> None:
         """Raises if an option has no effect on any leaf."""
-        storage, algorithm = self.algorithm.storage, self.algorithm
-        sizes = {x.path.removeprefix("params"): whole_size(x, self.cutting_sizes) for x in leaves}
+        storage = self.algorithm.storage
+        sizes = {x.path.removeprefix("params"): whole_size(x, self.parallel) for x in leaves}
         storage.check_paths(sizes)
-        stored = [algorithm.storage.float_dtype(x) for x in MOMENTS] if leaves else []
+        stored = [storage.float_dtype(x) for x in MOMENTS] if leaves else []
         if not self.policy.main_params.is_stored:
             stored += [leaf.dtype for leaf in leaves]
         storage.check_rounded(stored)
-
-    @property
-    def cutting_sizes(self) -> tuple[int, ...]:
-        """Sizes of the axes to which ``Leaf.cuts`` refers."""
-        return tuple(self.mesh.shape[axis] for axis in self.cutting_axes)
-
-    @property
-    def cutting_axes(self) -> tuple[str, ...]:
-        """Axes that may cut leaves: tensor axes, then those that split leaves among data.
-
-        Only axes of more than one device: smaller ones cut nothing.
-        """
-        axes = self.parallel.tensor_axes + self.parallel.shard_axes
-        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
 
 def global_specs(config: DistributedConfig, layout: Layout, params: Params) -> Any:

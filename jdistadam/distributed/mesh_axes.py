@@ -110,6 +110,16 @@ class DataParallel:
         return self.state_axes + self.tensor_axes
 
     @property
+    def cutting_axes(self) -> tuple[str, ...]:
+        """Axes that may cut parameters: tensor axes, then those that split leaves among data.
+
+        Only axes of more than one device: smaller ones cut nothing. ``Leaf.cuts`` has their
+        indices.
+        """
+        axes = self.tensor_axes + self.shard_axes
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+
+    @property
     def state_spec(self) -> P:
         """PartitionSpec of the flat arrays of state."""
         return P(self.cut_axes) if self.cut_axes else P()

@@ -148,15 +148,11 @@ def _rounding_of(
     storage = config.algorithm.storage
     if not storage.is_any:
         return None, None
-    positions, tables = block_positions.positions_of(
-        layout, call.spans, config.parallel, config.cutting_axes, config.cutting_sizes
-    )
+    positions, tables = block_positions.positions_of(layout, call.spans, config.parallel)
     spec = RoundingSpec(
         is_stochastic=storage.is_stochastic,
         ids=tuple(bucket.leaves[0] for bucket in call.buckets),
-        cuts=tuple(
-            block_positions.partition_of(layout, x, config.cutting_sizes) for x in call.buckets
-        ),
+        cuts=tuple(block_positions.partition_of(layout, x, config.parallel) for x in call.buckets),
         tables=tables,
     )
     key = state.key if storage.is_stochastic else jnp.zeros((2,), jnp.uint32)
