@@ -204,7 +204,6 @@ class DistributedConfig:
         Parameters held as shards (``is_held``) need none in the shards' dtype.
         """
         parallel, policy = self.parallel, self.policy
-        is_held = is_held and parallel.shards_params
         if not policy.main_params.is_stored:
             return False
         if policy.main_params.is_remainder:

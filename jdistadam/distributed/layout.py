@@ -210,7 +210,7 @@ def make_layout(
     bucket_bytes: int,
     *,
     packs: bool | None = None,
-    keeps_main: Callable[[Any, bool], bool] = lambda dtype, scattered: True,
+    keeps_main: Callable[[Any, bool], bool] = lambda dtype, is_held: True,
     num_inner_shards: int | None = None,
     shards_params: bool = False,
     gathers_layers: bool = False,
@@ -226,10 +226,11 @@ def make_layout(
       packs: Whether small leaves are packed, which helps if anything is sent. None: if there are
         several shards.
       keeps_main: ``keeps_main(dtype, is_held)``: whether main parameters are stored for leaves of
-        a dtype; ``is_held``: whether devices hold shards of them, if ``shards_params``.
+        a dtype; ``is_held``: whether devices hold shards of them.
       num_inner_shards: Number of shards of the sum over shard_axes. None: num_shards.
       shards_params: Whether devices hold only shards of scattered parameters.
-      gathers_layers: Whether devices gather those of stacked leaves layer by layer.
+      gathers_layers: Whether devices gather those of stacked leaves layer by layer, if they hold
+        shards of them.
       in_blocks: Whether leaves are cut only at multiples of ``BLOCK`` elements, so that blocks of
         coded moments, and random bits, are those of whole leaves.
 
@@ -244,11 +245,13 @@ def make_layout(
     num_inner_shards = num_inner_shards or num_shards
     leaf_alignment = BLOCK if in_blocks else 1
     members = _members(leaves, num_shards, bucket_bytes, packs, leaf_alignment)
-    # Those with main parameters first, because the flat array of main parameters is shorter.
-    is_cut = [not (m.is_packed or leaves[m.leaves[0]].rests_whole) for m in members]
-    has_main = [
-        keeps_main(leaves[m.leaves[0]].dtype, cut) for m, cut in zip(members, is_cut, strict=True)
+    first = [leaves[m.leaves[0]] for m in members]
+    is_held = [
+        shards_params and not (m.is_packed or leaf.rests_whole)
+        for m, leaf in zip(members, first, strict=True)
     ]
+    # Those with main parameters first, because the flat array of main parameters is shorter.
+    has_main = [keeps_main(leaf.dtype, held) for leaf, held in zip(first, is_held, strict=True)]
     buckets, ends = list[Bucket](), collections.Counter[str]()
     for i in sorted(range(len(members)), key=lambda i: not has_main[i]):
         bucket = _bucket(leaves, members[i], num_shards, num_inner_shards, leaf_alignment)
@@ -258,8 +261,8 @@ def make_layout(
             offset=ends["all"],
             moment_offset=ends[kind],
             has_main=has_main[i],
-            is_sharded_param=shards_params and is_cut[i],
-            num_layers=bucket.num_layers if gathers_layers and is_cut[i] else None,
+            is_sharded_param=is_held[i],
+            num_layers=bucket.num_layers if gathers_layers and is_held[i] else None,
         )
         buckets.append(bucket)
         ends.update(dict.fromkeys(("all", kind), aligned(bucket.shard_size)))

@@ -56,9 +56,7 @@ def test_layout_equals_the_picture_in_the_docstring():
         layout.Leaf("s", (128, 128), jnp.dtype(jnp.float32), 0),
         layout.Leaf("b", (3,), jnp.dtype(jnp.bfloat16), 0),
     ]
-    made = make_layout(
-        leaves, 2, 1 << 20, keeps_main=lambda dtype, scattered: dtype == jnp.bfloat16
-    )
+    made = make_layout(leaves, 2, 1 << 20, keeps_main=lambda dtype, is_held: dtype == jnp.bfloat16)
     assert [leaves[i].path for bucket in made.buckets for i in bucket.leaves] == ["w", "b", "s"]
     assert [bucket.offset for bucket in made.buckets] == [0, 16384, 16512]
     assert [bucket.shard_shape for bucket in made.buckets] == [(128, 128), (2,), (64, 128)]
@@ -124,6 +122,7 @@ def test_leaves_of_different_tensor_axes_are_not_packed_together():
 
 def test_buckets_with_main_params_come_first():
     leaves = leaves_of([(128, 128), (3,), (5,)], [0, 0, 0])
-    made = make_layout(leaves, 4, 1 << 20, keeps_main=lambda dtype, scattered: not scattered)
+    keeps_main = lambda dtype, is_held: not is_held  # noqa: E731
+    made = make_layout(leaves, 4, 1 << 20, keeps_main=keeps_main, shards_params=True)
     assert [(b.dim, b.has_main) for b in made.buckets] == [(None, True), (None, True), (0, False)]
     assert made.main_size == made.buckets[2].offset
