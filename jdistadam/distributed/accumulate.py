@@ -115,7 +115,7 @@ def accumulate_local(
                 is_leaf=is_shard,
             )
     if config.parallel.shards_grads:
-        grads = summed_shards(config, schedule, leaves_of(grads), includes_outer=False)
+        grads = summed_shards(config, schedule, leaves_of(grads), of_step=False)
 
     def add(total: jax.Array, grad: jax.Array) -> jax.Array:
         grad = collectives.to_varying(grad, tuple(collectives.varying_axes(total)))
@@ -238,9 +238,7 @@ def summed_gradients(config: DistributedConfig, schedule: Schedule, grads: Grads
     sums, weight = _sums_and_weight(grads)
     if weight is None or not config.parallel.shards_grads:
         _check_local(config, schedule, sums)
-        shards = summed_shards(
-            config, schedule, leaves_of(sums), includes_outer=True, keeps_parts=True
-        )
+        shards = summed_shards(config, schedule, leaves_of(sums), of_step=True)
     else:  # summed over shard_axes, micro-batch by micro-batch
         pairs = zip(schedule.buckets, sums, strict=True)
         shards = [
@@ -255,21 +253,20 @@ def summed_shards(
     schedule: Schedule,
     grads: Sequence[Any],
     *,
-    includes_outer: bool,
-    keeps_parts: bool = False,
+    of_step: bool,
 ) -> list[Any]:
     """Returns this device's shard of every bucket's gradient sum over ``shard_axes``.
 
-    With ``includes_outer`` also over ``replica_axes``. A ``Shard`` in ``grads`` is already summed
-    over ``shard_axes``. With ``keeps_parts``, parts that do not come from XLA are not added.
+    A ``Shard`` in ``grads`` is already summed over ``shard_axes``. The sums of a step are also over
+    ``replica_axes``, and parts that do not come from XLA are not added; those of a micro-batch are.
     """
     shards = list[Any]()
     arrays = _whole_buckets(config, schedule, grads)
     for entry, array in zip(schedule.buckets, arrays, strict=True):
-        phases = [entry.reduce, entry.reduce_outer] if includes_outer else [entry.reduce]
+        phases = [entry.reduce, entry.reduce_outer] if of_step else [entry.reduce]
         if is_shard(array):
             phases, array = phases[1:], array.value
         dim = entry.bucket.cut_dim
-        parts = communication.exchanged_parts(phases, array, dim) if keeps_parts else None
+        parts = communication.exchanged_parts(phases, array, dim) if of_step else None
         shards.append(parts or communication.sum_gradients(phases, array, dim))
     return shards

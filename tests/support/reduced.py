@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 import jdistadam as jda
 from jdistadam.distributed import accumulate, packing
+from jdistadam.kernels.parts import Parts, sum_parts
 
 
 def reduced(tx, params, local_grads):
@@ -14,7 +15,8 @@ def reduced(tx, params, local_grads):
 
     def reduce(grads):
         leaves = [x[0] for x in jax.tree.leaves(grads)]
-        shards = accumulate.summed_shards(tx.config, schedule, leaves, includes_outer=True)
+        found = accumulate.summed_shards(tx.config, schedule, leaves, of_step=True)
+        shards = [sum_parts([x]).sums[0] if isinstance(x, Parts) else x for x in found]
         dtypes.extend(x.dtype for x in shards)
         return packing.flat_of(schedule.layout.buckets, shards, jnp.float32)
 
