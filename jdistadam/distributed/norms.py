@@ -35,6 +35,10 @@ Norms = str | Callable[[str], str | None]
 """The argument ``norms`` of an optimizer: "total", "leaves", or a function of a leaf's path."""
 
 
+_OF_ALL = ("param_norm", "update_norm")
+"""The names of the norms of all leaves; ``grad_norm`` is a field of the state."""
+
+
 def check_norms(norms: Any) -> None:
     """Raises PolicyError unless ``norms`` is None, "total", "leaves" or a function."""
     if norms not in (None, "total", "leaves") and not callable(norms):
@@ -67,15 +71,6 @@ def groups_of(norms: Norms, layout: Layout) -> dict[str | None, list[int]]:
             'Pass "total" for only the totals.'
         )
     return groups
-
-
-def _names_of(norms: Norms | None, layout: Layout) -> list[str]:
-    """Returns the names of a step's norms, in order."""
-    if norms is None:
-        return []
-    groups = [name for name in groups_of(norms, layout) if name is not None]
-    of_groups = [f"{kind}_norm/{name}" for name in groups for kind in KINDS]
-    return ["param_norm", "update_norm", *of_groups]
 
 
 def sent_elements(config: DistributedConfig, layout: Layout) -> int:
@@ -140,7 +135,7 @@ def norms_of(
     groups = groups_of(config.norms, layout)
     norm, is_skipped = verdict.facts.norm, verdict.is_skipped
     if not groups:
-        return dict.fromkeys(_names_of(config.norms, layout), jnp.zeros((), jnp.float32))
+        return dict.fromkeys(_OF_ALL, jnp.zeros((), jnp.float32))
     squares = _summed(config, list(groups.values()), sums)
     everything = jnp.concatenate([pairwise_sum(squares, jnp)[None], squares])
     norms = poisoned(verdict.facts.is_other_layout, jnp.sqrt(everything))
@@ -150,9 +145,11 @@ def norms_of(
         is_whole = norm <= limit if is_skipped is None else (norm <= limit) | is_skipped
         norms = norms.at[:, 0].multiply(jnp.where(is_whole, 1, norm / limit))
     total, *of_groups = norms
-    named = [row for name, row in zip(groups, of_groups, strict=True) if name is not None]
-    values = [*total[1:], *(x for row in named for x in row)]
-    return dict(zip(_names_of(config.norms, layout), values, strict=True))
+    named = dict(zip(_OF_ALL, total[1:], strict=True))
+    for group, row in zip(groups, of_groups, strict=True):
+        if group is not None:
+            named |= {f"{kind}_norm/{group}": x for kind, x in zip(KINDS, row, strict=True)}
+    return named
 
 
 def _summed(
