@@ -59,13 +59,11 @@ class Transport(NamedTuple):
     """How gradients and parameters travel along some axes, and what follows for a step.
 
     Attributes:
-      name: "xla": by its collectives. "peer": by copies from memory to memory.
       why_not_peer: Why it is not peer memory; "" if it is.
       axes: The axes along which devices copy. XLA sends along all others.
-      groups: Of the devices along these axes, which copy among each other.
+      groups: Of the devices along these axes, which copy among each other; none over XLA.
     """
 
-    name: str
     why_not_peer: str
     axes: Axes = ()
     groups: Groups = ()
@@ -77,7 +75,12 @@ class Transport(NamedTuple):
         A gradient then arrives in parts, which a kernel adds later, with tiles of a norm. And
         ``train_step`` lets copies overlap products and updates; otherwise XLA does.
         """
-        return self.name == "peer"
+        return bool(self.groups)
+
+    @property
+    def name(self) -> str:
+        """Returns "xla": by its collectives; or "peer": by copies from memory to memory."""
+        return "peer" if self.is_peer else "xla"
 
     def groups_along(self, axes: Axes) -> Groups:
         """Returns the groups of devices along axes; none if XLA sends along them."""
@@ -88,7 +91,7 @@ class Transport(NamedTuple):
         return f"{self.name} ({self.why_not_peer})" if self.why_not_peer else self.name
 
 
-OVER_XLA = Transport("xla", 'communication="xla"')
+OVER_XLA = Transport('communication="xla"')
 _TO_PLAN = 'communication="peer" plans for GPUs'
 
 
@@ -132,7 +135,7 @@ def choose_transport(
         reasons += [why] if why else []
     if not reasons:
         axes = parallel.shard_axes
-        return Transport("peer", "", axes, _groups_along(parallel.mesh, axes))
+        return Transport("", axes, _groups_along(parallel.mesh, axes))
     if requested == "peer":
         raise PolicyError(
             "communication: a step over peer memory is not supported here: "
@@ -140,7 +143,7 @@ def choose_transport(
             "one axis of several devices of one host, without model axes. "
             'Pass communication="auto", which uses collectives here, or change the setting.'
         )
-    return Transport("xla", reasons[0])
+    return Transport(reasons[0])
 
 
 def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator[str]:

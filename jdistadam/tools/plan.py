@@ -74,7 +74,7 @@ def _plan_of_one_program(params: Params, tx: FusedTransformation) -> Plan:
         sums=0,
         buffers={},
         collectives=(),
-        communication=Transport("xla", "of the program around it"),
+        communication=Transport("of the program around it"),
         not_counted="gradients, activations, temporary memory and the batch",
     )
 
