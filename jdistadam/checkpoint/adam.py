@@ -103,7 +103,7 @@ class FlatAdam:
         config, kept = tx.config, self.view.fields
         as_params = frozenset(name for name, field in kept.items() if field.begins == "params")
         placed = jax.tree.leaves(tx.param_shardings(params))
-        sent = sent_dtypes(config.schedule(config.tensor_local(params)))
+        sent = sent_dtypes(config.schedule_of(params))
         named = zip(parts.leaves("params", params), placed, sent, strict=True)
         rest = {i: Param(x.name, x.value, at, sent=to) for i, (x, at, to) in enumerate(named)}
         self.units: list[tuple[Any, list[Param]]] = []

@@ -182,6 +182,10 @@ class DistributedConfig:
             self._schedules[key] = dataclasses.replace(schedule, treedef=treedef)
         return self._schedules[key]
 
+    def schedule_of(self, params: Params, *, accumulate_steps: int = 1) -> Schedule:
+        """Returns the schedule for a tree of global params, or of their shapes."""
+        return self.schedule(self.tensor_local(params), accumulate_steps=accumulate_steps)
+
     @functools.cached_property
     def _schedules(self) -> dict[Any, Schedule]:
         return {}

@@ -45,7 +45,7 @@ class StateView:
 
     def __init__(self, config: DistributedConfig, params: Params) -> None:
         self.config, self.fields = config, fields_of(config)
-        self.layout = config.schedule(config.tensor_local(params)).layout
+        self.layout = config.schedule_of(params).layout
         self._shapes: list[Any] = jax.tree.leaves(params)
         self._tensor_specs: list[Any] = jax.tree.leaves(config.tensor_specs(params))
 

@@ -206,7 +206,7 @@ class DistributedTransformation(FusedTransformation):
                 "expected what distributed, chain or inject_hyperparams returned. "
                 "Bind first, then replace functions of the result; train_step never calls these."
             )
-        schedule = self.config.schedule(self.config.tensor_local(params))
+        schedule = self.config.schedule_of(params)
         return self.make(self.functions, self.config, self.specs, schedule)
 
     def schedule(self, function: str, params: Params, name: str = "params") -> Schedule:
@@ -329,7 +329,7 @@ class DistributedTransformation(FusedTransformation):
           (32768, (512, 64))
         """
         trees.check_dtypes(params, name="params")
-        return self.config.schedule(self.config.tensor_local(params)).layout
+        return self.config.schedule_of(params).layout
 
     def check_state(self, opt_state: OptState, params: Params) -> None:
         """Raises if a state has another layout than the one for these params; outside of jit.

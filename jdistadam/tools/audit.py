@@ -194,8 +194,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     check_train_state(state)
     check_options(step.tx.config, find_state(state.opt_state))
     config, mesh = step.tx.config, step.tx.config.mesh
-    whole = config.tensor_local(state.params)
-    schedule = config.schedule(whole, accumulate_steps=step.options.accumulate_steps)
+    schedule = config.schedule_of(state.params, accumulate_steps=step.options.accumulate_steps)
     planned, optional = _planned(step, schedule)
     of_model_state = _of_model_state(state.model_state, config)
     planned += of_model_state

@@ -117,7 +117,7 @@ def _facts_of(config: DistributedConfig, params: Params) -> Facts:
         facts |= texts_of({where + name: x for name, x in vars(hyper).items()} if hyper else {})
     simple = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts |= texts_of({name: simple[name] for name in _OPTIONS})
-    return facts | {_LAYOUT: config.layout_text(config.layout(config.tensor_local(params)))}
+    return facts | {_LAYOUT: config.layout_text(config.schedule_of(params).layout)}
 
 
 _OPTIONS = (

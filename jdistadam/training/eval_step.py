@@ -238,8 +238,7 @@ def full_params(state: TrainState, tx: DistributedTransformation) -> Any:
     specs = config.tensor_specs(state.params)
     placed = jax.tree.map(lambda spec: NamedSharding(config.mesh, spec), specs)
     is_rounded = config.policy.param_comm_dtype is not None
-    whole = config.tensor_local(state.params)
-    schedule = tx.config.schedule(whole) if is_rounded else None
+    schedule = config.schedule_of(state.params) if is_rounded else None
     # One function for all calls, compiled once.
     return jax.jit(_gathered, static_argnums=0, out_shardings=placed)(schedule, state.params)
 

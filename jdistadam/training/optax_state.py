@@ -225,7 +225,7 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     """Params as they are after a number of steps: as received, from the first one on."""
     if steps == 0 or tx.config.policy.param_comm_dtype is None:
         return params
-    schedule = tx.config.schedule(tx.config.tensor_local(params))
+    schedule = tx.config.schedule_of(params)
     placed = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(functools.partial(round_to_comm_dtype, schedule), out_shardings=placed)(params)
 

@@ -69,8 +69,7 @@ def compile_row(
     batch = jax.ShapeDtypeStruct((64, WIDTH), dtype)
     batch = placed(mesh, batch, tx.config.parallel.batch_spec)
     step = jda.train_step(loss_fn, tx, accumulate_steps=accumulate_steps)
-    whole = tx.config.tensor_local(params)
-    schedule = tx.config.schedule(whole, accumulate_steps=accumulate_steps)
+    schedule = tx.config.schedule_of(params, accumulate_steps=accumulate_steps)
     return schedule.collectives, step.lower(state, batch).compile().as_text()
 
 
