@@ -244,8 +244,8 @@ def check_state(
     config: DistributedConfig,
     state: Any,
     layout: str,
-    path: str = "opt_state.layout_digest",
     *,
+    of_params: bool = False,
     digest: bytes | None = None,
 ) -> bytes:
     """Raises unless a DistributedState has values, the optimizer's fields and its layout.
@@ -254,7 +254,7 @@ def check_state(
     """
     check_alive(state)
     check_options(config, state)  # what this optimizer does not know would be lost
-    return check_layout_of(state, layout, path, digest=digest)
+    return check_layout_of(state, layout, of_params=of_params, digest=digest)
 
 
 def check_alive(state: Any, train_state: Any = None) -> None:
@@ -309,18 +309,20 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     )
 
 
+_DIGEST = "opt_state.layout_digest"
+
+
 def check_digest_type(got: Any) -> None:
     """Raises LayoutError unless the digest of a layout has the right dtype and length."""
-    path = "opt_state.layout_digest"
     if got is None or not hasattr(got, "dtype"):
         raise LayoutError(
-            f"{path}: missing: nothing says where the elements of the flat arrays belong: "
+            f"{_DIGEST}: missing: nothing says where the elements of the flat arrays belong: "
             f"got {None if got is None else type(got).__name__}, expected uint8, shape "
             f"({DIGEST_SIZE},). Keep this leaf with the state, or make a state with init(params)."
         )
     if got.dtype != np.uint8 or np.shape(got) != (DIGEST_SIZE,):
         raise LayoutError(
-            f"{path}: no longer the digest of a layout: it was averaged, cast or sliced: "
+            f"{_DIGEST}: no longer the digest of a layout: it was averaged, cast or sliced: "
             f"got {got.dtype}, shape {np.shape(got)}, expected uint8, shape ({DIGEST_SIZE},). "
             "Leave this leaf out of arithmetic on states: take it from one of them."
         )
@@ -329,8 +331,8 @@ def check_digest_type(got: Any) -> None:
 def check_layout_of(
     state: Any,
     expected: str,
-    path: str = "opt_state.layout_digest",
     *,
+    of_params: bool = False,
     digest: bytes | None = None,
 ) -> bytes:
     """Raises LayoutError if a state has another layout; reads its digest on the host.
@@ -338,7 +340,7 @@ def check_layout_of(
     Args:
       state: The DistributedState; for a traced one only types are checked.
       expected: The text of the expected layout.
-      path: The name in errors: the state, or the params that do not fit it.
+      of_params: Whether the params are wrong if they do not fit, instead of the state.
       digest: The bytes of its digest, if known: then the array is not read.
 
     Returns:
@@ -351,7 +353,7 @@ def check_layout_of(
     got = np.asarray(state.layout_digest).tobytes() if digest is None else digest
     if got == wanted:
         return wanted
-    text, of_params = known_text(got), path == "params"
+    text = known_text(got)
     if text is not None:
         pair = (expected, text) if of_params else (text, expected)
         words = differences(*pair), "the layout of this optimizer for these params"
@@ -363,7 +365,7 @@ def check_layout_of(
         )
     if of_params:
         raise LayoutError(
-            f"{path}: do not fit the state: got {words[0]}, "
+            f"params: do not fit the state: got {words[0]}, "
             "expected the paths, shapes and dtypes of the params that the state was made for. "
             "Cast them, or make a new state with TrainState.create."
         )
@@ -379,7 +381,7 @@ def check_layout_of(
     if text is None:
         what += ", or its digest was changed by arithmetic"
     raise LayoutError(
-        f"{path}: {what}: got {words[0]}, expected {words[1]}. Convert it: "
+        f"{_DIGEST}: {what}: got {words[0]}, expected {words[1]}. Convert it: "
         "to_optax_state with the optimizer that made it, from_optax_state with this one."
     )
 
