@@ -252,16 +252,16 @@ def step_of(full_step: FullStep) -> StepFn:
     return step
 
 
-def has_full_step(tx: Any, *, may_be_direction: bool = True) -> bool:
-    """Whether a transformation has a step for wrappers."""
+def has_full_step(tx: Any) -> bool:
+    """Whether a transformation has a step for wrappers, perhaps only of a direction."""
     if not isinstance(tx, FusedTransformation) or tx.full_step is None or not tx.is_as_made:
         return False
-    return tx.is_fused or (may_be_direction and tx.is_direction)
+    return tx.is_fused or tx.is_direction
 
 
 def full_step_of(tx: Any, function: str, *, may_be_direction: bool = False) -> FullStep:
     """Returns the step of an optimizer for wrappers; raises PolicyError if it has none."""
-    if has_full_step(tx, may_be_direction=may_be_direction):
+    if has_full_step(tx) and (tx.is_fused or may_be_direction):
         return tx.full_step
     got = type(tx).__name__
     cure = "Write jda.chain in place of optax.chain; wrap other optimizers with those of optax."
