@@ -48,7 +48,7 @@ def status(platform: str) -> Status:
     if platform not in PLATFORMS:
         return Status(False, f"jdistadam has no compiled kernels for platform {platform!r}")
     try:
-        module = importlib.import_module(_MODULES[platform])
+        module = module_of(platform)
         check_ffi_api_version(module.ffi_api_version, runtime_ffi_api_version())
     except ImportError as error:
         return Status(False, _explain(platform, error))
@@ -61,7 +61,10 @@ def status(platform: str) -> Status:
 
 
 def module_of(platform: str) -> Any:
-    """Returns the compiled module of a platform whose ``status`` is available."""
+    """Returns the compiled module of a platform, or raises ImportError.
+
+    Its handlers are registered if ``status`` says that it is available.
+    """
     return importlib.import_module(_MODULES[platform])
 
 
@@ -109,8 +112,8 @@ def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
       >>> round(float(params["w"][0]), 6)
       0.989999
     """
-    modules = [_MODULES[platform] for platform in PLATFORMS if status(platform).available]
-    targets = {name for x in modules for name in importlib.import_module(x).handlers()}
+    modules = [module_of(platform) for platform in PLATFORMS if status(platform).available]
+    targets = {name for module in modules for name in module.handlers()}
     return tuple(export.DisabledSafetyCheck.custom_call(name) for name in sorted(targets))
 
 
