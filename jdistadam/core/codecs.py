@@ -26,6 +26,10 @@ SMALLEST_CODED = 4096
 """Leaves with fewer elements have float32 moments."""
 
 
+HALVES = (jnp.bfloat16, jnp.float16)
+"""The dtypes of floats of 16 bits."""
+
+
 # [Note: moments that follow]
 # A step stores (1 + e) (b m + (1 - b) g) instead of b m + (1 - b) g. With rounding to nearest and M
 # bits of mantissa, |e| <= h = 1 / (2^(M + 1) + 1). The stored value is between the means with the

@@ -30,6 +30,7 @@ from jax.sharding import AxisType
 
 from jdistadam.core import jaxprs, trees
 from jdistadam.core.arguments import check_flag, is_real, out_of_range, warn_caller
+from jdistadam.core.codecs import HALVES
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError
 
 FLAGS = ("nesterov", "cautious_weight_decay")
@@ -114,7 +115,7 @@ def _check(name: str, value: Any, is_valid: Callable[[float], bool], expected: s
     if callable(value) and name in RATES:
         return _check_schedule(name, value)
     if isinstance(value, jax.Array | np.ndarray):
-        if name == "b2" and value.dtype in (jnp.bfloat16, jnp.float16):
+        if name == "b2" and value.dtype in HALVES:
             raise HyperparameterError(
                 f"{name}: rounded to 16 bits, which turns 0.999 into 1: "
                 f"got {value.dtype}, expected float32, or a Python number. "

@@ -23,6 +23,7 @@ from jdistadam.core.codecs import (
     BLOCK_CODECS,
     FLOAT16,
     FLOAT32,
+    HALVES,
     NOTHING,
     REMAINDER16,
     SMALLEST_CODED,
@@ -77,7 +78,7 @@ def has_main_param(codec: Codec, param: Any) -> bool:
 
     It does if its dtype has 16 bits and loses bits of the result.
     """
-    return codec.is_stored and getattr(param, "dtype", None) in (jnp.bfloat16, jnp.float16)
+    return codec.is_stored and getattr(param, "dtype", None) in HALVES
 
 
 def check_main_dtype(codec: Codec, path: str, dtype: Any) -> None:

@@ -11,13 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
-from jdistadam.core.codecs import BlockCodes, Codec, is_codes, moment_leaves
+from jdistadam.core.codecs import HALVES, BlockCodes, Codec, is_codes, moment_leaves
 from jdistadam.core.storage import Storage
 from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import partition, sharded_codes
-
-HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class RoundingState(NamedTuple):

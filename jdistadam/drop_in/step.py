@@ -19,7 +19,7 @@ from optax import scale_by_learning_rate as optax_scale_by_learning_rate
 
 from jdistadam.compat import inlined_jit
 from jdistadam.core import trees
-from jdistadam.core.codecs import Codec, codec_of, moment_leaves
+from jdistadam.core.codecs import HALVES, Codec, codec_of, moment_leaves
 from jdistadam.core.collectives import varying_axes
 from jdistadam.core.hyperparameters import (
     Hyperparameters,
@@ -29,7 +29,7 @@ from jdistadam.core.hyperparameters import (
 )
 from jdistadam.core.storage import Storage, main_codec_of
 from jdistadam.core.trees import Grads, OptState, Params
-from jdistadam.drop_in.low_precision import HALVES, RoundingState
+from jdistadam.drop_in.low_precision import RoundingState
 from jdistadam.drop_in.state import (
     MainParamsState,
     check_trees,
