@@ -20,7 +20,7 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_flag, nearest, shown
 from jdistadam.core.codecs import FLOAT32, NOTHING, Codec
 from jdistadam.core.hyperparameters import Hyperparameters
-from jdistadam.core.storage import UNSET, Storage, parse, parse_main_params
+from jdistadam.core.storage import MOMENTS, UNSET, Storage, parse, parse_main_params
 from jdistadam.core.trees import Params
 from jdistadam.errors import DtypeError, HyperparameterError, PolicyError, TreeError
 
@@ -305,8 +305,7 @@ class Algorithm:
         """Returns the formats of the moments, in lines like those of a policy."""
         storage = self.storage
         rows: dict[str, Any] = {
-            "mu_dtype": storage.codec_of("mu").name,
-            "nu_dtype": storage.nu.name,
+            **{f"{moment}_dtype": storage.codec_of(moment).name for moment in MOMENTS},
             "rounding": "stochastic" if storage.is_stochastic else "nearest",
         }
         if storage.is_stochastic:

@@ -169,7 +169,7 @@ class Storage:
     @property
     def is_coding(self) -> bool:
         """Whether any moment is stored in codes."""
-        return self.codec_of("mu").is_coded or self.nu.is_coded
+        return any(self.codec_of(moment).is_coded for moment in MOMENTS)
 
     @property
     def is_any(self) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import HALVES, BlockCodes, Codec, is_codes, moment_leaves
-from jdistadam.core.storage import Storage
+from jdistadam.core.storage import MOMENTS, Storage
 from jdistadam.core.trees import OptState, Params
 from jdistadam.errors import DtypeError, TreeError
 from jdistadam.kernels import partition, sharded_codes
@@ -50,7 +50,8 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
         if is_coded or (is_rounded and np.size(param)):
             partition.check_leaf(f"params{path}", param, is_coded=is_coded)
 
-    def coded(tree: Any, codec: Codec) -> Any:
+    def coded(moment: str) -> Any:
+        tree, codec = getattr(state[0], moment), storage.codec_of(moment)
         if not codec.is_coded:
             return tree
         leaves = [
@@ -61,8 +62,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
         ]
         return trees.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
-    mu, nu = coded(state[0].mu, storage.codec_of("mu")), coded(state[0].nu, storage.nu)
-    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
+    return (state[0]._replace(**{moment: coded(moment) for moment in MOMENTS}), *state[1:])
 
 
 def _zeros(param: Any, codec: Codec) -> BlockCodes:

@@ -229,15 +229,16 @@ def check_trees(
     storage: Storage,
 ) -> None:
     """Raises unless gradients and moments match the params in structure, shape and dtype."""
-    mu_name, nu_name = (f"{state_name}[0].{part}" for part in MOMENTS)
+    mu_name, nu_name = (f"{state_name}[0].{moment}" for moment in MOMENTS)
     if params is not None:
         trees.check_dtypes(params, name="params", allowed=(*_FLOATS, *INTEGERS))
     like = grads if params is None else params
     mu, nu = (_as_arrays(x) for x in (adam_state.mu, adam_state.nu))
     for name, tree in (("grads", grads), (mu_name, mu), (nu_name, nu)):
         trees.check_same_shapes(tree, like, name=name, like_name="params")
-    check_coded(storage, like, adam_state.mu, name=mu_name, codec=storage.codec_of("mu"))
-    check_coded(storage, like, adam_state.nu, name=nu_name, codec=storage.nu)
+    for moment, name in zip(MOMENTS, (mu_name, nu_name), strict=True):
+        codec = storage.codec_of(moment)
+        check_coded(storage, like, getattr(adam_state, moment), name=name, codec=codec)
     # optax's nu has the params' dtypes: without params, nu shows which are integers
     dtype_like = nu if params is None else params
     _check_dtypes(grads, dtype_like, name="grads", action="Cast the gradients.")

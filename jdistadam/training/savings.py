@@ -29,7 +29,7 @@ def settings_for(part: str, config: DistributedConfig, layout: Layout) -> tuple[
     shards, several = parallel.strategy != "no_shard", parallel.num_devices > 1
     is_wide = policy.main_params == FLOAT32 and jnp.float16 not in dtypes
     is_narrowed = policy.comm_dtype == jnp.float32 and jnp.float32 not in dtypes
-    are_wide = (storage.mu or FLOAT32, storage.nu) == (FLOAT32, FLOAT32)
+    are_wide = all(storage.codec_of(moment) == FLOAT32 for moment in MOMENTS)
     keeps_sums = several and not parallel.shards_grads
     rows = (
         (FLAT_ARRAYS, several and not shards, 'sharding_strategy="optim"'),
