@@ -23,7 +23,7 @@ from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
 from jdistadam.core.codecs import NOTHING, codec_of
-from jdistadam.core.guards import GUARDS, saved_loss_scale
+from jdistadam.core.guards import saved_loss_scale
 from jdistadam.core.precision import is_sent_as_is
 from jdistadam.core.storage import MOMENTS, main_codec_of
 from jdistadam.distributed.flat_arrays import is_flat_codes
@@ -96,7 +96,7 @@ def _of_flat(flat: FlatAdam) -> Iterator[Group]:
     config = flat.config
     scaling = saved_loss_scale(config.loss_scale, flat.state.scaling)
     state = flat.state._replace(scaling=scaling)
-    for section in ("count", "grad_norm", "key", *(guard.field for guard in GUARDS)):
+    for section in ("count", *parts.SCALARS):
         for leaf in parts.leaves(section, getattr(state, section)):
             yield _whole(leaf.name, leaf.value)
     for bucket, params in flat.units:

@@ -28,6 +28,7 @@ import optax
 
 from jdistadam.core import trees
 from jdistadam.core.codecs import is_codes
+from jdistadam.core.guards import GUARDS
 from jdistadam.core.storage import MOMENTS
 from jdistadam.distributed.state import DistributedState
 from jdistadam.drop_in.low_precision import RoundingState
@@ -35,6 +36,9 @@ from jdistadam.drop_in.state import MainParamsState
 from jdistadam.errors import TreeError
 
 _ADAM = (DistributedState, optax.ScaleByAdamState)
+
+SCALARS = ("grad_norm", "key", *(guard.field for guard in GUARDS))
+"""The small fields of a distributed state besides ``count``, which other states lack, or may."""
 
 
 class Leaf(NamedTuple):
@@ -178,6 +182,11 @@ def nested(keys: dict[str, Any], where: Any, what: str) -> Any:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = name
     return tree
+
+
+def is_scalar(name: str) -> bool:
+    """Whether an array belongs to one of ``SCALARS``."""
+    return name.partition(".")[0] in SCALARS
 
 
 def path_of(name: str) -> str:

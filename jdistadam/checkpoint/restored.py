@@ -30,11 +30,6 @@ from jdistadam.kernels import sharded_codes
 Predicate = Callable[[str], bool]
 
 
-def _is_scalar(name: str) -> bool:
-    """Whether an array is what a distributed state has beside Adam's, and others lack."""
-    return name == "key" or name.startswith(("grad_norm", "scaling.", "guard."))
-
-
 @dataclasses.dataclass
 class Request:
     """Compares a template with a checkpoint, and records what to read, in order.
@@ -87,7 +82,7 @@ class Request:
             name
             for name, entry in self.reader.entries.items()
             if name not in known
-            and not (entry.is_count or _is_scalar(name))
+            and not (entry.is_count or parts.is_scalar(name))
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -221,7 +216,7 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     for unit, params in adam.units:  # after the count, which they need
         _ask_unit(request, adam, unit, params)
     for name in request.reader.entries if flat is not None else ():
-        if _is_scalar(name) and name not in request.used:
+        if parts.is_scalar(name) and name not in request.used:
             request.take(name, None)
     request.finish()
     request.reader.read(request.reads)
