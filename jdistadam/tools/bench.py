@@ -261,7 +261,6 @@ def measure(
     tree: str,
     variant: str,
     copy: float,
-    loops: Loops | None = None,
     device_seconds: Callable[..., float] | None = None,
 ) -> Measured:
     """Compiles, warms up and times one variant on one tree.
@@ -270,15 +269,13 @@ def measure(
       tree: One of ``TREES``.
       variant: One of ``VARIANTS``.
       copy: The result of ``copy_bandwidth``.
-      loops: Numbers of steps of the two programs; None: ``loops_for`` the floor.
       device_seconds: ``device_seconds(program, args)`` runs the compiled program with fewer steps
         and returns the device time alone.
     """
     shapes, settings = TREES[tree], VARIANTS[variant]
     parameters = sum(int(np.prod(shape)) for shape in shapes.values())
     floor = parameters * settings.bytes_per_parameter / copy
-    on_device = None
-    loops = loops or loops_for(floor)
+    on_device, loops = None, loops_for(floor)
     args = fresh_arrays(tree, variant)
     programs: dict[int, Program] = {}
 
