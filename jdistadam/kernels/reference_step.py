@@ -134,7 +134,7 @@ def _bits(
         rows = blocks[table : table + -(-size // BLOCK)]
         number, index = reference.indices_of_blocks(size, rows, xp)
     else:
-        cuts = LeafPartition(*spec.cuts[i]) if spec.cuts else LeafPartition.into_runs(size)
+        cuts = spec.cuts[i] if spec.cuts else LeafPartition.into_runs(size)
         index = reference.indices(size, cuts, shards[i], xp)
     return reference.random_bits(rounding.key, rounding.count, number, index, shape, xp)
 
