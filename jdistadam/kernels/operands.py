@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,6 +143,11 @@ class Results(NamedTuple):
     nu: Sequence[Any]
     out: Sequence[Any]
     squares: Any = None  # shape (segments, 3), float32: the requested sums; None: none
+
+    def mapped(self, function: Callable[..., Any], *others: Any) -> Results:
+        """The results of a function of each kind of new arrays; squares stay."""
+        params, mu, nu, out = map(function, self[:-1], *others)
+        return Results(params, mu, nu, out, self.squares)
 
 
 def codes_of(moments: Sequence[Any]) -> tuple[Any, ...]:

@@ -34,9 +34,6 @@ from jdistadam.kernels.operands import (
 from jdistadam.kernels.reference import SquaresRequest
 from jdistadam.kernels.routes import Arrays, DimAxes, Route, along, dim_axes, divides, routes_of
 
-REPLACED = ("params", "mu", "nu", "out")
-"""The results that replace arrays."""
-
 
 class Kinds(NamedTuple):
     """What the partitioning of a call depends on."""
@@ -68,10 +65,10 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
 
     def partition(mesh: Mesh, arg_shapes: Any, result_shapes: Results) -> Any:
         placed, _, rounding, operands = arg_shapes
-        codes, results = codes_of(operands.mu), result_shapes[: len(REPLACED)]
+        codes = codes_of(operands.mu)
         moments, members = _moment_shardings(mesh, spec, kinds, codes)
         inward = [_routes(spec, kind, moments, inward=True) for kind in operands]
-        outward = [_routes(spec, kind, moments, inward=False) for kind in results]
+        outward = [_routes(spec, kind, moments, inward=False) for kind in result_shapes[:-1]]
         cut = _axes_of_squares(codes, moments) if with_squares else []
 
         def lower_fn(
@@ -84,12 +81,10 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
                     positions = _positions([_first_axes(x) for x in codes])
                     rounding = rounding._replace(positions=positions)
                 request = SquaresRequest.of_leaves(moved.grads) if with_squares else None
-                results = adam(spec, scalars, moved, rounding, request)
-                squares = results.squares
-                if squares is not None:
-                    squares = _squares_of_all(mesh, squares, cut)
-            sent = Results(*map(functools.partial(along, mesh), outward, results[: len(REPLACED)]))
-            return sent._replace(squares=squares)
+                new = adam(spec, scalars, moved, rounding, request)
+                if with_squares:
+                    new = new._replace(squares=_squares_of_all(mesh, new.squares, cut))
+            return new.mapped(lambda kind, routes: along(mesh, routes, kind), outward)
 
         whole = NamedSharding(mesh, P())
         arg_shardings = (
@@ -98,7 +93,7 @@ def partitioned_step(spec: Spec, kinds: Kinds, with_squares: bool) -> Any:
             jax.tree.map(lambda _: whole, rounding),
             Operands(*map(_told, operands, inward)),
         )
-        told = Results(*map(_told, results, outward))
+        told = result_shapes.mapped(_told, outward)
         if with_squares:
             told = told._replace(squares=whole)
         return mesh, lower_fn, told, arg_shardings

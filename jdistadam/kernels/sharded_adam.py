@@ -31,7 +31,6 @@ from jdistadam.kernels.adam import adam
 from jdistadam.kernels.narrow import narrow_dtype, narrow_source
 from jdistadam.kernels.operands import Operands, Results, Rounding, Scalars, Spec, codes_of
 from jdistadam.kernels.partition import (
-    REPLACED,
     Kinds,
     check_shards,
     not_supported,
@@ -82,10 +81,8 @@ def sharded_adam(
     call, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     static = dict(spec=spec, treedef=treedef, with_squares=with_squares)
     leaves = _step_p.bind(*jax.tree.leaves(args), call=call, **static)
-    results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    models = operands._replace(out=out_like)[1:]
-    typed = Results(*map(_typed_like, results[: len(REPLACED)], models))
-    return typed._replace(squares=results.squares)
+    results: Results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return results.mapped(_typed_like, operands._replace(out=out_like)[1:])
 
 
 def _placed_like_moments(spec: Spec, scalars: Scalars, operands: Operands) -> Operands:
@@ -222,11 +219,11 @@ def _unless_skipped(is_skipped: jax.Array, new: Results, old: Operands) -> Resul
         "step if MultiSteps or apply_if_finite decides the same for all members."
     )
 
-    def kept(kind: str) -> tuple[Any, ...]:
-        pairs = zip(getattr(old, kind), getattr(new, kind), strict=False)  # some have no results
+    def kept(new: Arrays, old: Arrays) -> tuple[Any, ...]:
+        pairs = zip(old, new, strict=False)  # some have no results
         return tuple(jnp.where(_of_members(is_skipped, x), x, y) for x, y in pairs)
 
-    return new._replace(**{kind: kept(kind) for kind in REPLACED})
+    return new.mapped(kept, old[1:])
 
 
 def _no_norms(got: str) -> PolicyError:
@@ -315,13 +312,14 @@ def _calls_by_dtype(spec: Spec, treedef: Any, with_squares: bool, *leaves: Any) 
     leaf_of = list(itertools.chain(*by_dtype.values()))
     order = sorted(range(len(leaf_of)), key=leaf_of.__getitem__)
 
-    def in_order(kinds: Any) -> tuple[Any, ...]:
+    def in_order(*kinds: Any) -> tuple[Any, ...]:
         arrays = list(itertools.chain(*kinds))
         return tuple(arrays[i] for i in order) if arrays else ()
 
-    results = Results(*(in_order(x[k] for x in by_call) for k in range(len(REPLACED))))
+    first, *others = by_call
+    results = first.mapped(in_order, *(x[:-1] for x in others))
     if with_squares:
-        results = results._replace(squares=jnp.stack(in_order(x.squares for x in by_call)))
+        results = results._replace(squares=jnp.stack(in_order(*(x.squares for x in by_call))))
     return jax.tree.leaves(results)
 
 
