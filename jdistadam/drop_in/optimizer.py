@@ -390,7 +390,9 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
         out = how.stilled(with_frozen(rows, new.out, kept), whole)
         return FullResult(out, new.state, new.norms)
 
-    return made_of(init, full_step, algorithm=algorithm)
+    tx = made_of(init, full_step)
+    tx.algorithm = algorithm
+    return tx
 
 
 def _mu_dtype(given: Any) -> Any:

@@ -112,7 +112,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         """Why ``step`` is only ``update`` and ``apply_updates``, or unknown; "" if it is fused."""
         if not self.is_as_made:
             return "its functions were replaced"
-        known = self.full_step is not None or hasattr(self, "config")
+        known = self.full_step is not None or _is_distributed(self)
         return self._of_another or ("" if known else "its step is none of jdistadam's")
 
     def step_with_updates(
@@ -231,6 +231,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         return self
 
 
+def _is_distributed(tx: Any) -> bool:
+    """Whether an optimizer is a ``DistributedTransformation``, which stands above this file."""
+    return hasattr(tx, "config")
+
+
 def _restored(
     cls: type[FusedTransformation], functions: tuple[Any, ...], attributes: dict[str, Any]
 ) -> FusedTransformation:
@@ -268,7 +273,7 @@ def full_step_of(tx: Any, function: str, *, may_be_direction: bool = False) -> F
     if isinstance(tx, FusedTransformation):
         got += f": {tx.why_not_fused}" if tx.why_not_fused else ""
         cure = PARTS if tx.is_as_made else "Wrap the optimizer before its functions are replaced."
-    if hasattr(tx, "config"):
+    if _is_distributed(tx):
         cure = (
             "A distributed optimizer has norms=, loss_scale= and norm_guard=, and train_step has "
             "accumulate_steps=: use those."
@@ -280,9 +285,7 @@ def full_step_of(tx: Any, function: str, *, may_be_direction: bool = False) -> F
     )
 
 
-def made_of(
-    init: Callable[[Params], OptState], full_step: FullStep, **attributes: Any
-) -> FusedTransformation:
+def made_of(init: Callable[[Params], OptState], full_step: FullStep) -> FusedTransformation:
     """Returns the optimizer of a full step that takes everything in ``How``."""
 
     def update(
@@ -292,7 +295,6 @@ def made_of(
 
     tx = FusedTransformation(init, update, step_of(full_step))
     tx.full_step, tx.merges = full_step, True
-    tx.__dict__.update(attributes)
     return tx
 
 
@@ -430,9 +432,9 @@ def jit_step(tx: FusedTransformation, **jit_options: Any) -> JittedStep:
       >>> round(float(params["w"][0]), 6)
       0.989999
     """
-    if not isinstance(tx, FusedTransformation) or hasattr(tx, "config"):
+    if not isinstance(tx, FusedTransformation) or _is_distributed(tx):
         what, action = type(tx).__name__, "Pass what fused_adamw(...) returns."
-        if hasattr(tx, "config"):
+        if _is_distributed(tx):
             what, action = "a distributed optimizer", "Use jda.train_step, which jits a whole step."
         elif isinstance(tx, optax.GradientTransformation):
             what = f"an optimizer or a chain of optax, {what}"
