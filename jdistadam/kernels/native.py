@@ -208,6 +208,11 @@ def platform_of(name: str) -> str:
     return {"gpu": "cuda"}.get(name, name)
 
 
+def name_in_jax(platform: str) -> str:
+    """Returns a platform, "cpu" or "cuda", as JAX names it: the inverse of ``platform_of``."""
+    return {"cuda": "gpu"}.get(platform, platform)
+
+
 def default_platform() -> str:
     """Returns the platform that JAX uses by default."""
     return platform_of(jax.default_backend())

@@ -152,7 +152,7 @@ def _facts(platform: str) -> dict[str, Any]:
         "devices": [
             # As XLA numbers devices of this process: CPUs like those of all processes.
             (device.id, number, name_of(number))
-            for device in jax.local_devices(backend={"cuda": "gpu"}.get(platform, platform))
+            for device in jax.local_devices(backend=native.name_in_jax(platform))
             for number in [device.id if platform == "cpu" else device.local_hardware_id]
         ],
     }

@@ -189,8 +189,10 @@ def check() -> list[Check]:
 def _check_backend(name: str) -> Check:
     import jax
 
+    from jdistadam.kernels import native
+
     try:
-        device = jax.devices({"cuda": "gpu"}.get(name, name))[0]
+        device = jax.devices(native.name_in_jax(name))[0]
     except RuntimeError as error:
         return Check(name, None, f"JAX has no such device: {str(error).splitlines()[0]}")
     compared = 0
