@@ -79,6 +79,7 @@ def step(
     params: Params,
 ) -> StepResult:
     """``step_local``; ``specs`` are those of the state."""
+    check_own_state(state)
     if not axes_left_to_xla(config.parallel):
         return step_local(config, schedule, grads, state, params)
     clip = config.max_grad_norm
@@ -94,7 +95,6 @@ def step(
         )
         return step_local(inside, schedule, grads, state, params)
 
-    check_own_state(state)
     of_grads, of_params = _specs_of(config, grads, params), config.tensor_specs(params)
     everywhere: Any = P()
     return _manual(

@@ -25,7 +25,7 @@ from jdistadam.distributed.main_params import begun_shard
 from jdistadam.distributed.norms import norm_and_finite, norms_of
 from jdistadam.distributed.parts_of_gradients import added
 from jdistadam.distributed.schedule import Schedule
-from jdistadam.distributed.state import DistributedState, StepResult, check_own_state, find_state
+from jdistadam.distributed.state import DistributedState, StepResult, find_state
 from jdistadam.distributed.update import ShardUpdate, update_shards
 from jdistadam.distributed.verdict import Verdict
 from jdistadam.errors import PolicyError, TreeError
@@ -76,7 +76,6 @@ def step_local(
       params: The params in the form that this device holds.
     """
     check_inside(config.parallel, "step")
-    check_own_state(state)
     check_not_transformed("step", (grads, state, params))
     host_memory.check_memory(config, grads=grads, opt_state=state, params=params)
     layout = schedule.layout
