@@ -87,7 +87,7 @@ def _exchange_and_sum(exchanges: Phase, x: jax.Array, dim: int) -> jax.Array:
 
 
 def gathered_params(
-    parallel: DataParallel, entry: BucketSchedule, new: jax.Array, is_whole: bool = False
+    parallel: DataParallel, entry: BucketSchedule, new: jax.Array, is_whole: bool
 ) -> jax.Array:
     """Returns a bucket's new parameters in the form that devices hold between steps.
 

@@ -75,7 +75,6 @@ def update_shards(
     new_by_start: list[dict[int, jax.Array]] = [{} for _ in buckets]
     shards, gathered = [list[Any]([None] * len(buckets)) for _ in range(2)]
     squares, tiles = [], list[Any]([None] * len(buckets))
-    written_whole = [is_written_whole(config, bucket) for bucket in buckets]
     for call in calls:
         arrived = store.wait_for([gathered[i] for i in call.waits_for])
         for i, new in zip(call.waits_for, arrived, strict=True):
@@ -101,7 +100,8 @@ def update_shards(
         for span, of_sum in zip(call.spans, new.tiles, strict=False):  # of added parts
             tiles[span.bucket_index] = of_sum
         for i in call.gathers:
-            shard, is_whole = packing.joined(buckets[i], new_by_start[i]), written_whole[i]
+            shard = packing.joined(buckets[i], new_by_start[i])
+            is_whole = is_written_whole(config, buckets[i])
             gathered[i] = gathered_params(config.parallel, schedule.buckets[i], shard, is_whole)
             shards[i] = None if is_whole else shard
     return ShardUpdate(store.state(), shards, gathered, squares, tiles)
