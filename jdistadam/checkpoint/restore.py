@@ -258,8 +258,8 @@ def _reader(folder: str | os.PathLike[str], step: int | None) -> Reader:
     """Finds a checkpoint and reads its header."""
     orbax()
     check_step(step)
-    found = checkpoint_steps(folder)
     path = local_folder(folder)
+    found = steps_in(path)
     if not found or (step is not None and step not in found):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         got = f"steps {found}" if found else "none"
