@@ -54,8 +54,7 @@ def plan(
     check_distributed(tx)
     check_count("accumulate_steps", accumulate_steps)
     trees.check_dtypes(params, name="params")
-    schedule = tx.config.schedule_of(params, accumulate_steps=accumulate_steps)
-    found = plan_of(tx.config, schedule, accumulate_steps=accumulate_steps)
+    found = plan_of(tx.config, params, accumulate_steps=accumulate_steps)
     if is_distributed_state(tx.state_specs()):
         return found
     others = _bytes_of_others(jax.eval_shape(tx.init, params))

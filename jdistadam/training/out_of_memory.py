@@ -24,8 +24,7 @@ def check_memory(
     said = str(error).partition("\n")[0]
     if "RESOURCE_EXHAUSTED" not in said or "host_bfc" in str(error):  # of the host: says so itself
         return
-    schedule = config.schedule_of(params, accumulate_steps=accumulate_steps)
-    plan = plan_of(config, schedule, accumulate_steps=accumulate_steps)
+    plan = plan_of(config, params, accumulate_steps=accumulate_steps)
     name, size = plan.largest
     in_a_step = plan.step_bytes - plan.held_bytes
     raise OutOfMemoryError(

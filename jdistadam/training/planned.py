@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jdistadam.core.codecs import FLOAT32
 from jdistadam.core.precision import sent_dtype
+from jdistadam.core.trees import Params
 from jdistadam.distributed import parts_of_gradients
 from jdistadam.distributed.calls import average_calls, make_calls
 from jdistadam.distributed.config import DistributedConfig
@@ -147,8 +148,9 @@ def size_text(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
-def plan_of(config: DistributedConfig, schedule: Schedule, *, accumulate_steps: int) -> Plan:
-    """Returns the plan of a schedule that ``config.schedule`` made."""
+def plan_of(config: DistributedConfig, params: Params, *, accumulate_steps: int) -> Plan:
+    """Returns the plan of a step for global params, or for their shapes."""
+    schedule = config.schedule_of(params, accumulate_steps=accumulate_steps)
     buffers: dict[str, int] = {}
     are_late = _added_late(config, schedule, accumulate_steps)
     for entry, is_late in zip(schedule.buckets, are_late, strict=True):
