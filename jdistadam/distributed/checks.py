@@ -243,18 +243,19 @@ def check_step(config: DistributedConfig, layout: Layout, state: Any) -> None:
 def check_state(
     config: DistributedConfig,
     state: Any,
-    layout: str,
+    layout: Layout,
     *,
     of_params: bool = False,
     digest: bytes | None = None,
 ) -> bytes:
     """Raises unless a DistributedState has values, the optimizer's fields and its layout.
 
-    The last three arguments and what is returned are those of ``check_layout_of``.
+    The last two arguments and what is returned are those of ``check_layout_of``.
     """
     check_alive(state)
     check_options(config, state)  # what this optimizer does not know would be lost
-    return check_layout_of(state, layout, of_params=of_params, digest=digest)
+    text = config.layout_text(layout)
+    return check_layout_of(state, text, of_params=of_params, digest=digest)
 
 
 def check_alive(state: Any, train_state: Any = None) -> None:

@@ -350,8 +350,7 @@ class DistributedTransformation(FusedTransformation):
           TreeError: ``opt_state`` is not the state of a distributed optimizer.
           MeshError: Arrays of the state were donated to a step.
         """
-        state, layout = find_state(opt_state), self.layout(params)
-        check_state(self.config, state, self.config.layout_text(layout))
+        check_state(self.config, find_state(opt_state), self.layout(params))
 
     def init_grads(self, params: Params) -> AccumulatedGrads:
         """Returns the accumulated gradients of no micro-batches, for ``accumulate``; in shard_map.

@@ -193,8 +193,7 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
     check_distributed(tx)
     check_train_state(state)
     sharded, layout = find_state(state.opt_state), tx.layout(state.params)
-    text, digest = tx.config.layout_text(layout), Memory.of(state).digest
-    return check_state(tx.config, sharded, text, digest=digest)
+    return check_state(tx.config, sharded, layout, digest=Memory.of(state).digest)
 
 
 def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> tuple[Any, Any]:

@@ -264,9 +264,7 @@ def reload_main_params(state: TrainState, tx: DistributedTransformation) -> Trai
     config = tx.config
     trees.check_dtypes(state.params, name="params")
     view = StateView(config, state.params)
-    check_state(
-        config, find_state(state.opt_state), config.layout_text(view.layout), of_params=True
-    )
+    check_state(config, find_state(state.opt_state), view.layout, of_params=True)
     params = copy_to(state.params, tx.param_shardings(state.params))
     opt_state = view.with_begun("main_params", state.opt_state, params)
     return remember_params(dataclasses.replace(state, params=params, opt_state=opt_state))
