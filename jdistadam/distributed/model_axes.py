@@ -41,7 +41,6 @@ from jdistadam.distributed.accumulate import (
     likeness,
 )
 from jdistadam.distributed.config import DistributedConfig, global_specs
-from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.shard import plain
@@ -115,8 +114,7 @@ def init_grads(config: DistributedConfig, schedule: Schedule) -> AccumulatedGrad
         zeros = init_grads_local(config, schedule)
         return zeros.sums, zeros.weight
 
-    specs = _specs_of_sums(config, schedule.layout, config.tensor_specs(schedule.whole()))
-    sums, weight = _manual(config, local, (), (), (specs, P()))
+    sums, weight = _manual(config, local, (), (), (_specs_of_sums(config, schedule), P()))
     return AccumulatedGrads(sums, weight, likeness(schedule))
 
 
@@ -255,9 +253,7 @@ def _specs_of(config: DistributedConfig, grads: Grads, params: Params) -> Any:
     if not isinstance(grads, AccumulatedGrads):
         _check_like(grads, params, "params")
         return config.tensor_specs(params)
-    like = grads.like_params()
-    layout = config.schedule(like).layout
-    sums = _specs_of_sums(config, layout, config.tensor_specs(like))
+    sums = _specs_of_sums(config, config.schedule(grads.like_params()))
     return dataclasses.replace(grads, sums=sums, weight=P())
 
 
@@ -268,12 +264,13 @@ def _check_like(grads: Grads, like: Any, like_name: str) -> None:
     trees.check_dtypes(grads, name="grads", action="Cast the gradients.")
 
 
-def _specs_of_sums(config: DistributedConfig, layout: Layout, specs: Any) -> Any:
+def _specs_of_sums(config: DistributedConfig, schedule: Schedule) -> Any:
     """PartitionSpecs of accumulated sums; concatenated for packed buckets."""
+    specs = config.tensor_specs(schedule.whole())
     if not config.parallel.shards_grads:
         return specs
     of_leaves = jax.tree.leaves(specs)
     packed = P(config.parallel.tensor_axes)
     # Stored leaves may have permuted dimensions. The shards of devices are concatenated along one
     # of them, and split along the same one.
-    return [packed if b.is_packed else of_leaves[b.leaf] for b in layout.buckets]
+    return [packed if b.is_packed else of_leaves[b.leaf] for b in schedule.layout.buckets]
