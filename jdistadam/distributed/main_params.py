@@ -37,7 +37,7 @@ def begun_shard(
     """
     buckets, leaves = [*filter(field.has, layout.buckets)], jax.tree.leaves(params)
     shards = [packing.state_shard(config.parallel, b, leaves, jnp.float32) for b in buckets]
-    flat = packing.flat_of(buckets, shards, jnp.float32)
+    flat = packing.flat_of(buckets, shards)
     # Varying, as shards are, for the type checker of shard_map.
     flat = collectives.to_varying(flat, config.parallel.cut_axes)
     _, stored = field.codec.split(flat, jnp.bfloat16, jnp)
@@ -65,7 +65,7 @@ def exact_values(
             kept = main[start : start + bucket.shard_size].reshape(bucket.shard_shape)
             shard = kind.join(shard, kept, jnp)
         exact.append(shard.astype(jnp.float32))
-    return packing.flat_of(buckets, exact, jnp.float32)
+    return packing.flat_of(buckets, exact)
 
 
 def round_to_comm_dtype(schedule: Schedule, params: Params, *, before_forward: bool = False) -> Any:

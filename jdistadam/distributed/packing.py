@@ -89,14 +89,14 @@ def axes_left_to_cut(
     return axes
 
 
-def flat_of(buckets: Sequence[Bucket], shards: Sequence[Any], dtype: Any) -> jax.Array:
-    """Puts one device's shards of consecutive buckets into an array; gaps are zero."""
-    arrays, end = [jnp.zeros((0,), dtype)], 0
+def flat_of(buckets: Sequence[Bucket], shards: Sequence[Any]) -> jax.Array:
+    """Puts one device's float32 shards of consecutive buckets into an array; gaps are zero."""
+    arrays, end = [jnp.zeros((0,), jnp.float32)], 0
     for bucket, shard in zip(buckets, shards, strict=True):
         start = bucket.offset - buckets[0].offset
-        arrays += [jnp.zeros((start - end,), dtype), shard.reshape(-1)]
+        arrays += [jnp.zeros((start - end,), jnp.float32), shard.reshape(-1)]
         end = start + bucket.shard_size
-    arrays.append(jnp.zeros((aligned(end) - end,), dtype))
+    arrays.append(jnp.zeros((aligned(end) - end,), jnp.float32))
     return jnp.concatenate(arrays)
 
 

@@ -1,7 +1,6 @@
 """The sum of gradients over devices, without the following step."""
 
 import jax
-import jax.numpy as jnp
 
 import jdistadam as jda
 from jdistadam.distributed import accumulate, packing
@@ -18,7 +17,7 @@ def reduced(tx, params, local_grads):
         found = accumulate.summed_shards(tx.config, schedule, leaves, of_step=True)
         shards = [sum_parts([x]).sums[0] if isinstance(x, Parts) else x for x in found]
         dtypes.extend(x.dtype for x in shards)
-        return packing.flat_of(schedule.layout.buckets, shards, jnp.float32)
+        return packing.flat_of(schedule.layout.buckets, shards)
 
     specs = tx.config.parallel
     sharded = jax.shard_map(
