@@ -47,7 +47,6 @@ from jdistadam.distributed.checks import (
     check_state,
 )
 from jdistadam.distributed.global_arrays import apart, brought, type_of
-from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.main_params import compared_with_main
 from jdistadam.distributed.state import DistributedState, find_state, is_distributed_state
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
@@ -124,8 +123,8 @@ class Gate:
             if not is_traced:
                 check_placement(tx.config, sharded)
             check_structure(state.opt_state, sharded, tx)
-            layout = tx.layout(state.params)
-            digest = check_layout_of(sharded, tx.config.layout_text(layout), digest=digest)
+            text = tx.config.layout_text(tx.layout(state.params))
+            digest = check_layout_of(sharded, text, digest=digest)
         if is_traced:
             return Admitted(state, batch, None)
         self._agree(state, batch)
@@ -137,7 +136,7 @@ class Gate:
             return Admitted(state, batch, digest)
         if not is_ours:
             if not memory.has_params:
-                check_params_follow(state.params, find_state(state.opt_state), layout, tx)
+                check_params_follow(state.params, find_state(state.opt_state), tx)
             state = apart(state, returned=memory.arrays)
             params = Leaves.of(state.params)
         if not (is_ours and self._types):
@@ -214,8 +213,7 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(whole)):
         whole = _placed(whole, tx, is_all=True)  # a copy, of numpy arrays too
     if not (isinstance(state, TrainState) and Memory.of(state).has_params):
-        layout = tx.layout(whole.params)
-        check_params_follow(whole.params, find_state(whole.opt_state), layout, tx)
+        check_params_follow(whole.params, find_state(whole.opt_state), tx)
     return whole.params, whole.opt_state
 
 
@@ -252,13 +250,13 @@ def _placed(state: TrainState, tx: DistributedTransformation, *, is_all: bool) -
 
 
 def check_params_follow(
-    params: Params, state: DistributedState, layout: Layout, tx: DistributedTransformation
+    params: Params, state: DistributedState, tx: DistributedTransformation
 ) -> None:
     """Raises LayoutError if params are not the rounded main parameters: a step would drop them.
 
     Also raises if they are the moving average. Compares values, for states of unknown origin.
     """
-    paths, is_average = compared_with_main(tx.config, layout, params, state)
+    paths, is_average = compared_with_main(tx.config, tx.layout(params), params, state)
     if is_average:
         raise LayoutError(
             "params: equal to the moving average, rounded: they would be trained in place of those "

@@ -77,7 +77,7 @@ def test_params_are_rounded_as_the_target_sends_them(
     assert_trees_same_bits(jda.to_optax_state(restored, two)[0], main)
     converted = jda.from_optax_state(main, opt_state, two, extra, param_dtypes=dtype)
     assert_trees_same_bits(restored, converted)
-    check_params_follow(restored.params, restored.opt_state, two.layout(restored.params), two)
+    check_params_follow(restored.params, restored.opt_state, two)
 
 
 DECAY = dict(weight_decay=lambda count: 0.1 / (1.0 + count))
