@@ -107,7 +107,7 @@ _CHANCE = 2.0**-11
 
 
 def compared_with_main(
-    config: DistributedConfig, layout: Layout, params: Params, state: DistributedState
+    config: DistributedConfig, params: Params, state: DistributedState
 ) -> tuple[list[str], bool]:
     """Returns the paths of params that differ from main parameters; whether all are the average.
 
@@ -119,10 +119,10 @@ def compared_with_main(
 
     Args:
       config: The configuration.
-      layout: The layout of the params.
       params: Tree of global params.
       state: The state.
     """
+    layout = config.schedule_of(params).layout
     kind = config.policy.main_params
     tells = state.main_params is not None and not kind.is_remainder
     compared = [bucket for bucket in layout.buckets if bucket.has_main and tells]

@@ -256,7 +256,7 @@ def check_params_follow(
 
     Also raises if they are the moving average. Compares values, for states of unknown origin.
     """
-    paths, is_average = compared_with_main(tx.config, tx.layout(params), params, state)
+    paths, is_average = compared_with_main(tx.config, params, state)
     if is_average:
         raise LayoutError(
             "params: equal to the moving average, rounded: they would be trained in place of those "
