@@ -171,7 +171,7 @@ class Checkpointer:
           HyperparameterError, TreeError: ``step`` is no number, or ``state`` no state.
         """
         self.check()
-        if step is None or not _is_step(step):
+        if not _is_step(step):
             is_swapped = isinstance(state, int | np.integer)
             raise HyperparameterError(
                 "after_step: the first argument is not the number of a step: got "
@@ -325,12 +325,12 @@ def _number_of(state: Any, count: int) -> int:
 
 def _is_step(step: Any) -> bool:
     is_number = isinstance(step, int | np.integer) and not isinstance(step, bool)
-    return step is None or (is_number and step >= 0)
+    return is_number and bool(step >= 0)
 
 
 def check_step(step: Any, name: str = "step") -> None:
     """Raises HyperparameterError unless a step is a nonnegative integer, or None."""
-    if not _is_step(step):
+    if step is not None and not _is_step(step):
         raise HyperparameterError(
             f"{name}: not the number of a checkpoint: got {step!r}, "
             "expected a whole number, 0 or more. Pass how many steps were taken, or leave it out."
