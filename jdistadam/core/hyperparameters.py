@@ -28,7 +28,7 @@ import optax
 from jax.extend import core
 from jax.sharding import AxisType
 
-from jdistadam.core import jaxprs, trees
+from jdistadam.core import collectives, jaxprs, trees
 from jdistadam.core.arguments import check_flag, is_real, out_of_range, warn_caller
 from jdistadam.core.codecs import HALVES
 from jdistadam.errors import DtypeError, HyperparameterError, ShapeError
@@ -304,18 +304,18 @@ def coefficient_row(hyper: Hyperparameters, count: jax.Array, *, decay: bool = T
         next_inc = optax.safe_increment(count_inc)
         corrections = (1 - b1**count_inc, 1 - b1**next_inc, 1 - b2**count_inc)
     values = (
-        at_count(hyper.learning_rate, count),
+        hyper.learning_rate,
         b1,
         1 - b1,
         b2,
         1 - b2,
         hyper.eps,
         hyper.eps_root,
-        at_count(hyper.weight_decay, count) if decay else 0.0,
+        hyper.weight_decay if decay else 0.0,
         *corrections,
         hyper.l2 if decay else 0.0,
     )
-    return _stacked([_scalar(*pair) for pair in zip(NAMES, values, strict=True)])
+    return _stacked([coefficient(*x, count) for x in zip(NAMES, values, strict=True)])
 
 
 def check_step_count(name: str, count: Any) -> None:
@@ -340,10 +340,15 @@ def _check_number(name: str, value: Any) -> None:
         )
 
 
-def _scalar(name: str, value: Any) -> jax.Array:
-    """A coefficient as a float32 scalar; a schedule may have returned something else."""
+def coefficient(name: str, value: Any, count: jax.Array) -> jax.Array:
+    """A constant, or a schedule's value at a step count, as a float32 scalar.
+
+    What a schedule computes in 16 bits has 16 bits: [Note: casts that XLA deletes].
+    """
+    value = at_count(value, count)
     _check_number(name, value)
-    return jnp.asarray(value).astype(jnp.float32)
+    x = jnp.asarray(value)
+    return collectives.round_to(x.astype(jnp.float32), x.dtype).astype(jnp.float32)
 
 
 def coefficient_rows(hypers: Sequence[Hyperparameters], count: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import optax
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import make_primitive
 from jdistadam.core.guards import LossScaleState, norm_scale
-from jdistadam.core.hyperparameters import at_count
+from jdistadam.core.hyperparameters import coefficient
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
 from jdistadam.distributed.accumulate import summed_gradients
@@ -99,7 +99,7 @@ def step_local(
         with_next_ema(config, layout, new_state, done.shards, is_skipped),
         is_skipped,
         verdict.facts.is_other_layout,
-        jnp.float32(at_count(config.algorithm.hyper.learning_rate, state.count)),
+        coefficient("learning_rate", config.algorithm.hyper.learning_rate, state.count),
         norms_of(config, layout, done.squares, verdict),
     )
 

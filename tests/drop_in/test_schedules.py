@@ -165,6 +165,24 @@ def test_schedules_have_the_same_bits_outside_of_jit(schedule):
         assert any(schedule(x) != jitted(x) for x in counts)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_a_schedule_computes_in_16_bits_has_16_bits_in_a_step(dtype):
+    """XLA computes it in float32, and would drop the rounding before a cast to float32."""
+
+    def rate(count):
+        return jnp.asarray(1e-2, dtype) * (1 - count.astype(dtype) / jnp.asarray(100, dtype))
+
+    params = {"w": jnp.asarray(np.random.default_rng(2).normal(size=9), jnp.float32)}
+    found = []
+    for now in (rate, lambda count: float(rate(count))):  # the second one is called outside of jit
+        tx, new = jda.fused_adamw(now, weight_decay=now), params
+        state = tx.init(params)
+        for _ in range(8):
+            new, state = tx.step(params, state, new)
+        found.append(new)
+    assert_trees_same_bits(*found)
+
+
 def test_new_rates_and_schedules_compile_nothing():
     params = {"w": jnp.ones(19)}
     state, scheduled = (jda.fused_adamw(x).init(params) for x in (1e-3, RATE))

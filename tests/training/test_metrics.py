@@ -47,3 +47,15 @@ def test_metrics_are_a_flat_dictionary_of_scalars(cpu_mesh, tmp_path, make):
                 writer.add_scalar(name, value, i)
                 want[name, i] = float(value)
     assert scalars(tmp_path) == want
+
+
+def test_the_learning_rate_is_that_of_a_schedule_that_computes_in_16_bits(cpu_mesh):
+    def rate(count):
+        return jnp.bfloat16(1e-2) * (1 - count.astype(jnp.bfloat16) / jnp.bfloat16(100))
+
+    tx = jda.distributed(jda.fused_adamw(rate), mesh=cpu_mesh(2))
+    state = jda.TrainState.create({"w": jnp.full((4, 3), 0.1)}, tx)
+    step = jda.train_step(loss_fn, tx)
+    for i in range(6):
+        state, metrics = step(state, np.ones((2, 4), np.float32))
+        assert float(metrics["learning_rate"]) == float(rate(jnp.int32(i)))
