@@ -27,7 +27,7 @@ from jdistadam.drop_in.transformation import (
     full_step_of,
     step_of,
 )
-from jdistadam.errors import HyperparameterError, TreeError
+from jdistadam.errors import DtypeError, HyperparameterError, TreeError
 
 
 class MultiSteps(FusedTransformation):
@@ -55,10 +55,11 @@ class MultiSteps(FusedTransformation):
       use_grad_mean: Whether to average gradients instead of summing them.
       should_skip_update_fn: A function of (gradients, number of steps taken, params) that returns
         (whether to ignore this call, what the state shall keep as ``skip_state``).
-      accumulator_dtype: The dtype of :math:`a`.
+      accumulator_dtype: The dtype of :math:`a`; a complex one if any parameter is complex.
 
     Raises:
       PolicyError: ``opt`` has no fused step.
+      DtypeError: A parameter is complex, and :math:`a` is not (raised by ``init``).
       HyperparameterError: ``every_k_schedule`` is neither a number of 1 or more nor a function;
         ``should_skip_update_fn`` decides otherwise than with one bool (raised on use).
 
@@ -228,8 +229,19 @@ def _decision(skips: Callable[..., Any], *args: Any) -> tuple[jax.Array, Any]:
 
 
 def _with_placed_sums(init: Callable[[Params], Any], params: Params) -> optax.MultiStepsState:
-    """The state of optax's ``init``, whose sums are sharded like params, also under ``jax.jit``."""
+    """The state of optax's ``init``, whose sums are sharded like params, also under ``jax.jit``.
+
+    Raises DtypeError for a sum that cannot hold gradients: imaginary parts would be lost.
+    """
     state = init(params)
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(state.acc_grads), strict=True)
+    for path, (param, acc) in zip(trees.paths(params, "params"), leaves, strict=True):
+        if jnp.iscomplexobj(param) and not jnp.iscomplexobj(acc):
+            raise DtypeError(
+                f"{path}: complex, but sums of its gradients are not, so that imaginary parts "
+                f"would be lost: got an accumulator_dtype of {acc.dtype}, expected a complex "
+                f"dtype. Pass accumulator_dtype=jnp.{jnp.result_type(param)}."
+            )
     return state._replace(acc_grads=jax.tree.map(trees.placed_like, params, state.acc_grads))
 
 

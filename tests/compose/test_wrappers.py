@@ -58,6 +58,27 @@ def test_leaves_that_optax_steps_are_kept_too():
         params = new
 
 
+def test_gradients_of_complex_params_need_complex_sums():
+    """optax keeps the imaginary part of the last gradient alone."""
+    params = {"z": jnp.asarray([1 + 2j, 0.5j], jnp.complex64)}
+    with pytest.raises(jda.DtypeError, match=r"^params\['z'\]: complex, but sums"):
+        jda.MultiSteps(jda.fused_adamw(**HYPER), 2).init(params)
+
+    def loss(params, x):
+        return jnp.sum(jnp.square(jnp.abs(params["z"] - x)))
+
+    adamw = jda.fused_adamw(**HYPER)
+    tx = jda.MultiSteps(adamw, 2, accumulator_dtype=jnp.complex64)
+    state, new = tx.init(params), params
+    grads = [jax.grad(loss)(params, x) for x in (1 - 3j, 2 + 5j)]
+    for one in grads:
+        new, state = tx.step(one, state, new)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+    want, _ = adamw.step(mean, adamw.init(params), params)
+    assert np.all(np.imag(new["z"]) != np.imag(params["z"]))
+    np.testing.assert_allclose(new["z"], want["z"], rtol=1e-6)
+
+
 def params_of(case, rng):
     """Leaves of every size."""
     dtype = jnp.bfloat16 if case in BFLOAT16 else jnp.float32
