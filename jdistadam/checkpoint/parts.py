@@ -37,7 +37,8 @@ from jdistadam.errors import TreeError
 
 _ADAM = (DistributedState, optax.ScaleByAdamState)
 
-SCALARS = ("grad_norm", "key", *(guard.field for guard in GUARDS))
+_SINGLE = ("grad_norm", "key")
+SCALARS = (*_SINGLE, *(guard.field for guard in GUARDS))
 """The small fields of a distributed state besides ``count``, which other states lack, or may."""
 
 
@@ -185,8 +186,8 @@ def nested(keys: dict[str, Any], where: Any, what: str) -> Any:
 
 
 def is_scalar(name: str) -> bool:
-    """Whether an array belongs to one of ``SCALARS``."""
-    return name.partition(".")[0] in SCALARS
+    """Whether an array belongs to one of ``SCALARS``; a guard has several arrays."""
+    return name in _SINGLE or name.startswith(tuple(f"{guard.field}." for guard in GUARDS))
 
 
 def path_of(name: str) -> str:

@@ -239,6 +239,15 @@ def test_a_field_of_the_name_of_main_parameters_raises(tmp_path):
             call(tmp_path / "state", mine)
 
 
+def test_a_field_whose_name_begins_as_a_scalar_of_the_optimizer_is_not_left_out(tmp_path):
+    """A template without it restores only what another optimizer may lack."""
+    tx, params = jda.fused_adamw(1e-2), {"w": jnp.ones(3)}
+    state = {"params": params, "opt_state": tx.init(params)}
+    jda.save(tmp_path, state | {"grad_norms": jnp.ones(4)})
+    with pytest.raises(jda.TreeError, match="grad_norms: in the file, and not in the template"):
+        jda.restore(tmp_path, state)
+
+
 def test_the_seed_is_no_other_array_of_that_name(tmp_path):
     """A field "key" of the user, and a file without a seed."""
     coded = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
