@@ -25,6 +25,7 @@ from jdistadam.core.trees import Grads, OptState, Params
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.effects import Effect, How, effect_of
 from jdistadam.drop_in.parts import Part
+from jdistadam.drop_in.step import difference, widened
 from jdistadam.drop_in.transformation import (
     NO_OPTIMIZER,
     FullResult,
@@ -255,8 +256,9 @@ def _step_of(tx: Any) -> FullStep:
         new = trees.keep_if(how.is_skipped, state, new)
         if not how.norms:
             return FullResult(out, new, None)
-        kinds = ("grad", grads), ("param", out), ("update", jax.tree.map(jnp.subtract, out, params))
-        norms = {f"{kind}_norm": jnp.float32(optax.tree.norm(x)) for kind, x in kinds}
+        kinds = ("grad", grads), ("param", out), ("update", jax.tree.map(difference, out, params))
+        wide = {kind: jax.tree.map(widened, x) for kind, x in kinds}
+        norms = {f"{kind}_norm": jnp.float32(optax.tree.norm(x)) for kind, x in wide.items()}
         return FullResult(out, new, norms)
 
     return full_step

@@ -300,12 +300,12 @@ def _squares(old: Sequence[TreeLeaf], new: Sequence[TreeLeaf]) -> jax.Array:
     kind = main_codec_of(old[0].main)
     exact = [[kind.join(x.param, x.main, jnp) for x in leaves] for leaves in (old, new)]
     rows = [
-        (jnp.asarray(leaf.grad), after, after - before)
+        (jnp.asarray(leaf.grad), after, difference(after, before))
         for leaf, before, after in zip(old, *exact, strict=True)
     ]
     return jnp.stack(
         [
-            jnp.stack([jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32)) for x in row])
+            jnp.stack([jnp.sum(jnp.square(jnp.abs(widened(x))).astype(jnp.float32)) for x in row])
             for row in rows
         ]
     )
@@ -469,8 +469,12 @@ def difference(new: Any, old: Any) -> Any:
     if jnp.issubdtype(new.dtype, jnp.integer):  # without overflow of unsigned numbers
         is_up, up, down = new >= old, new - old, old - new
         return jnp.where(is_up, up.astype(jnp.float32), -down.astype(jnp.float32))
-    dtype = jnp.promote_types(new.dtype, jnp.float32)
-    return new.astype(dtype) - old.astype(dtype)
+    return widened(new) - widened(old)
+
+
+def widened(x: Any) -> Any:
+    """An array in float32, or in its own dtype if that is wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def advance_schedules(state: OptState) -> OptState:

@@ -260,6 +260,22 @@ def test_norms_are_of_all_trained_leaves():
         np.testing.assert_allclose(norms[f"{name}_norm"], optax.tree.norm(without(tree)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_norms_of_16_bits_are_summed_in_float32(dtype):
+    """Squares of float16 overflow, and those of bfloat16 are rounded to 8 bits."""
+    tx = jda.partition(
+        {"ours": jda.fused_adamw(0.1), "theirs": optax.sgd(0.01)}, {"w": "ours", "b": "theirs"}
+    )
+    params = {"w": jnp.ones(3), "b": jnp.full(10007, 3, dtype)}
+    grads = {"w": jnp.ones(3), "b": jnp.full(10007, 3.1, dtype)}
+    new, _, norms = tx.step_with_norms(grads, tx.init(params), params)
+    exact = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
+    updates = jax.tree.map(jnp.subtract, exact(new), exact(params))
+    for name, tree in {"grad": grads, "param": new, "update": updates}.items():
+        want = optax.tree.norm(exact(tree))
+        np.testing.assert_allclose(norms[f"{name}_norm"], want, rtol=1e-6)
+
+
 def test_a_named_chain_is_a_chain_with_names():
     clip, factor = optax.clip_by_global_norm(1.0), optax.scale_by_schedule(SCHEDULE)
     parts = [clip, jda.scale_by_adam(**ADAM), jda.add_decayed_weights(0.13), factor, optax.scale(-1.0)]  # fmt: skip

@@ -153,6 +153,16 @@ def test_leaves_that_optax_steps_count_too():
         np.testing.assert_allclose(norms[name], want, rtol=1e-6)
 
 
+def test_squares_of_leaves_that_optax_steps_do_not_overflow():
+    tx = jda.fused_adamw(1.0)
+    params = {"large": jnp.full(2, 100_000), "small": jnp.full(3, 200, jnp.uint8)}
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 300, jnp.float16), params)
+    new, _, norms = tx.step_with_norms(grads, tx.init(params), params)
+    for name, leaves in (("grad_norm", grads), ("param_norm", new)):
+        want = norm(np.asarray(x, np.float64) for x in jax.tree.leaves(leaves))
+        np.testing.assert_allclose(norms[name], want, rtol=1e-6)
+
+
 def test_norms_of_nothing_are_zero():
     tx = jda.fused_adamw(1e-3)
     for params in ({}, {"w": jnp.ones((0, 3))}):
