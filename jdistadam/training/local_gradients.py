@@ -6,9 +6,9 @@ sums over devices, or with the transfer of a state in host memory. It is compile
 
 [Note: vectors behind a barrier] If a vector, such as the scale of a norm, is an argument of the
 program, XLA for GPUs fuses its product with activations into each matrix product that takes the
-result: forward, and for the gradient of the weights. Where cuBLAS is faster than such a fusion, XLA
-takes the product out again, and computes it in kernels of its own, once for each. Behind a barrier
-the vector is no argument, and its product is computed once, in the kernel of the norm.
+result: forward, and for the gradient of the weights. It then multiplies more than once, and cannot
+leave the matrix product to cuBLAS as it is. Behind a barrier the vector is no argument, and its
+product is computed once, in the kernel of the norm.
 """
 
 from __future__ import annotations
