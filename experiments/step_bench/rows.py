@@ -39,7 +39,6 @@ OPTIONS = {  # modifiers that are compiler options; they replace those of a vari
         "xla_gpu_enable_nccl_user_buffers": True,
         "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
     },
-    "channels_8": {"xla_gpu_nccl_collective_max_nchannels": 8},  # leaves more of them to products
     # Those of MaxText's configs/a3/llama_2_7b/1vm.sh, as far as this XLA has them. XLA's defaults
     # have the scheduler that hides latency.
     "maxtext": merging(128 << 20)
@@ -69,7 +68,6 @@ FLAGS = {  # by whether layers are scanned
         "early+merge_128",
         "sums_32",
         "symmetric",
-        "channels_8",
         "maxtext",
     ),
     True: (
