@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import statistics
 
 from lm import markdown
 from step_bench import tables
@@ -217,14 +218,18 @@ TRACED = "h200_x4/traced"
 OF_MODEL, OF_UPDATE = ("model", "copies"), ("update", "sum", "norm", "other")
 
 
-def phases_of_gpus(row) -> list[tuple[float, float, float]]:
-    """For each GPU: ms of the model, of the update and all else, which waits."""
-    found = []
-    for phases in (row["phases"], *row["phases_of_other_gpus"]):
-        ms = {name: x["exposed_ms"] for name, x in phases.items()}
+def _split(phases_of_gpus) -> tuple[str, ...]:
+    """ms of the model, of the update, of all else, which waits, and of the step on the last GPU."""
+    of_gpus = []
+    for found in phases_of_gpus:
+        ms = {name: x["exposed_ms"] for name, x in found.items()}
         model, update = (sum(ms.get(x, 0.0) for x in part) for part in (OF_MODEL, OF_UPDATE))
-        found.append((model, update, sum(ms.values()) - model - update))
-    return found
+        of_gpus.append((model, update, sum(ms.values()) - model - update))
+    parts = (f"{min(x):.1f} to {max(x):.1f}" for x in zip(*of_gpus, strict=True))
+    return *parts, f"{max(sum(x) for x in of_gpus):.1f}"
+
+
+PARTS = ("model, ms", "sums, norm, update", "waits", "traced step")
 
 
 def phases() -> str:
@@ -233,12 +238,24 @@ def phases() -> str:
     table = []
     for variant, name in OF_STEPS.items():
         if variant in rows and variant != BLOCKS:  # with an older jda.remat_policy
-            of_gpus = phases_of_gpus(rows[variant])
-            cells = (f"{min(x):.1f} to {max(x):.1f}" for x in zip(*of_gpus, strict=True))
-            longest = max(sum(x) for x in of_gpus)
-            table.append((name, *cells, f"{longest:.1f}", f"{rows[variant]['ms']:.1f}"))
-    columns = ("step, 8,192 tokens", "model, ms", "sums, norm, update", "waits")
-    return markdown.table((*columns, "traced step", "step in the rounds"), table)
+            row = rows[variant]
+            of_gpus = (row["phases"], *row["phases_of_other_gpus"])
+            table.append((name, *_split(of_gpus), f"{row['ms']:.1f}"))
+    return markdown.table(("step, 8,192 tokens", *PARTS, "step in the rounds"), table)
+
+
+def phases_of_two() -> str:
+    """The same on two H200s, for each number of tokens."""
+    table = []
+    for tokens in (1024, 8192, 32768):
+        rows = _results(f"vectors_behind_barrier/h200_x2/tokens_{tokens}")["rows"]
+        found = {_variant(row["name"].split("/")[1]): row["behind_barrier"] for row in rows}
+        for variant, name in OF_STEPS.items():
+            if variant in found:
+                row = found[variant]
+                ms = f"{statistics.median(row['rounds_ms']):.1f}"
+                table.append((f"{tokens:,}", name, *_split(row["phases_of_gpus"]), ms))
+    return markdown.table(("tokens per GPU", "step", *PARTS, "step in the rounds"), table)
 
 
 def _with_range(rival, ours) -> str:

@@ -174,6 +174,7 @@ TABLES = {
     "ways": speed_tables.ways,
     "policies": speed_tables.policies,
     "phases": speed_tables.phases,
+    "phases_of_two": speed_tables.phases_of_two,
     "every_strategy": speed_tables.every_strategy,
     "processes": speed_tables.processes,
     "scanned": speed_tables.scanned,

@@ -107,10 +107,20 @@ def kernels(way, variant):
     return with_barrier(32768, variant)[way]["phases_of_gpus"][0]["model"]["kernels"]
 
 
-def update_of_two():
-    """ms of the first of two GPUs with 8,192 tokens."""
-    phases = with_barrier(8192, OPTIM)["behind_barrier"]["phases_of_gpus"][0]
-    return sum(phases[x]["exposed_ms"] for x in ("update", "sum", "norm", "other"))
+def of_step_on_two(tokens, *phases):
+    """ms of the first of two GPUs."""
+    found = with_barrier(tokens, OPTIM)["behind_barrier"]["phases_of_gpus"][0]
+    return sum(found[x]["exposed_ms"] for x in phases)
+
+
+UPDATE = "update", "sum", "norm", "other"
+
+
+def share_of_model():
+    """Percent of the peak of the model's kernels alone with 1,024 tokens."""
+    flops = of("bench_step/h200_x2/tokens_1024")["flops"]
+    seconds = of_step_on_two(1024, "model") / 1e3
+    return 100 * 1024 * flops["per_token"] / seconds / flops["peak_per_second"]
 
 
 def fsdp2(group, key):
@@ -253,6 +263,11 @@ SENTENCES = {
         (lambda: over_xla("ways_8192", "unrolled-8", SENT_OVER_XLA), ".1f"),
         (lambda: over_xla("ways_1024", "unrolled-1", SENT_OVER_XLA), ".1f"),
     ],
+    "{} ms of jdistadam's traced step, and kernels of the model another {}, which alone would be at {} %.": [
+        (lambda: of_step_on_two(1024, *UPDATE), ".1f"),
+        (lambda: of_step_on_two(1024, "model"), ".1f"),
+        (share_of_model, ".1f"),
+    ],
     "optax's fastest flags do so, and GPU 0 still waits {} ms for them.": [
         (lambda: scanned_phase(OPTAX_KEPT, "reduce-scatter", gpus=2), ".1f"),
     ],
@@ -314,11 +329,11 @@ SENTENCES = {
     "which with norm and update takes {} ms longer than norm and update of optax's FSDP": [
         (lambda: update(ONCE) - update(OPTAX_ONCE), ".1f"),
     ],
-    "copies and memsets within a GPU, {} ms in optax's ZeRO-1.": [
+    "Copies and memsets within a GPU take {} ms in optax's ZeRO-1:": [
         (lambda: statistics.mean(of_gpus(of_four(OPTAX_ZERO1), "copies")), ".1f"),
     ],
     'the update beside which "optim" gathers takes {} ms instead of {}.': [
-        (lambda: update(OPTIM), ".1f"), (update_of_two, ".1f"),
+        (lambda: update(OPTIM), ".1f"), (lambda: of_step_on_two(8192, *UPDATE), ".1f"),
     ],
     "rounds of this row range from {} to {} ms.": [
         (lambda: fsdp2("unrolled-1", "ms_least"), ".0f"),
