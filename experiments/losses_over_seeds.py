@@ -1,12 +1,16 @@
 """Last losses of train_lm.py over several seeds: jdistadam, optax, and optax with reordered sums.
 
     python experiments/losses_over_seeds.py --seeds 8 --out runs/losses.json
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
+        python experiments/losses_over_seeds.py --preset tiny --learning-rate 3e-3  # sums over four
 
-All three have the same start, batches and hyperparameters for a seed. "optax, reversed" gets the
-sequences of each batch in reversed order, which changes the order of sums and nothing else. If the
-losses of jdistadam differ from optax's by as much as these do, the order of sums explains it. A
-difference is the mean over seeds, with its standard error; losses are in nats per byte, of the same
-windows of the validation set.
+All have the same start, batches and hyperparameters for a seed, and a model that computes in
+bfloat16. "optax, reversed" gets the sequences of each batch in reversed order, which changes the
+order of sums and nothing else. If the losses of jdistadam differ from optax's by as much as these
+do, the order of sums explains it. jdistadam has bfloat16 matrices, whose gradients are sent in
+bfloat16 and summed in float32; with "float32 parameters" it has those of optax, and sends float32,
+so that only the order of sums is left. A difference is the mean over seeds, with its standard
+error; losses are in nats per byte, of the same windows of the validation set.
 """
 
 import pathlib
@@ -16,7 +20,8 @@ import numpy as np
 import train_lm
 from lm import command_line, corpus, options, report
 
-WAYS = ("optax", "optax, reversed", "jdistadam")
+WIDE = "jdistadam, float32 parameters"
+WAYS = ("optax", "optax, reversed", "jdistadam", WIDE)
 EVALUATED = 8  # batches
 
 
@@ -27,6 +32,8 @@ def last_loss(way, given, texts, seed):
     config = options.resolve(args)
     mesh = train_lm.make_mesh(args)
     model, params, specs = train_lm.make_model(args, config, mesh)
+    if way == WIDE:
+        args.param_dtype = args.grad_comm_dtype = "float32"
     setup = {"jdistadam": train_lm.setup_jdistadam, "optax": train_lm.setup_optax}[optimizer]
     state, step, loss_of = setup(args, mesh, model, params, specs)
 
@@ -38,10 +45,12 @@ def last_loss(way, given, texts, seed):
     with jax.set_mesh(mesh):
         rng = np.random.default_rng(seed)
         for _ in range(args.steps):
-            state, _ = step(state, jax.device_put(drawn(texts[0], rng), place))
+            state, metrics = step(state, jax.device_put(drawn(texts[0], rng), place))
+            jax.block_until_ready(metrics)  # CPU devices may not wait for each other otherwise
         rng = np.random.default_rng(1234)
         losses = [
-            loss_of(state, jax.device_put(drawn(texts[1], rng), place)) for _ in range(EVALUATED)
+            float(loss_of(state, jax.device_put(drawn(texts[1], rng), place)))
+            for _ in range(EVALUATED)
         ]
     return float(np.mean(losses))
 
@@ -63,6 +72,7 @@ def main():
     args = parser.parse_args()
     names = ("preset", "steps", "batch", "learning_rate")
     given = [x for k in names for x in (f"--{k.replace('_', '-')}", str(getattr(args, k)))]
+    given += ["--param-dtype", "bfloat16", "--grad-reduce-dtype", "float32"]
     texts = corpus.load()
     losses = {way: [] for way in WAYS}
     for seed in range(args.seeds):
