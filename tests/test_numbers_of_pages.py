@@ -116,11 +116,43 @@ def of_step_on_two(tokens, *phases):
 UPDATE = "update", "sum", "norm", "other"
 
 
-def share_of_model():
-    """Percent of the peak of the model's kernels alone with 1,024 tokens."""
-    flops = of("bench_step/h200_x2/tokens_1024")["flops"]
-    seconds = of_step_on_two(1024, "model") / 1e3
-    return 100 * 1024 * flops["per_token"] / seconds / flops["peak_per_second"]
+def utilizations_1024():
+    """Percent of the peak of all rows on two GPUs with 1,024 tokens; the first is the floor."""
+    rows = of("bench_step/h200_x2/tokens_1024")["rows"]
+    return [100 * x["model_flops_utilization"] for x in rows]
+
+
+def ahead_in_four_rounds():
+    ours, theirs = (
+        with_barrier(8192, x)["behind_barrier"]["rounds_ms"] for x in (OPTIM, PLAIN_ZERO1)
+    )
+    return [100 * (x / y - 1) for x, y in zip(theirs, ours, strict=True)]
+
+
+def ms_ahead(tokens):
+    rows = of(f"bench_step/h200_x2/tokens_{tokens}")["rows"]
+    rival = min(x["ms"] for x in rows if "annotated" in x["name"])
+    return rival - next(x["ms"] for x in rows if x["name"].endswith(f"/{OPTIM}"))
+
+
+def with_maxtext():
+    """By how many percent optax's ZeRO-1 took less time with MaxText's flags than with none."""
+    found = row("bench_step/h200_x2/flags_8192", name=f"unrolled-8/{OPTAX_ZERO1}")["tried"]
+    ms = {x["flags"]: statistics.median(x["rounds_ms"]) for x in found if "rounds_ms" in x}
+    return 100 * (1 - ms["maxtext"] / ms["none"])
+
+
+def by_symmetric_memory():
+    """By how many percent torch takes less time with it on two GPUs."""
+    plain, symmetric = (
+        row("bench_step/h200_x2/fsdp2", name=f"unrolled-8/torch_fsdp2+pairs+prefetch{x}+local+clip")
+        for x in ("", "+symmetric")
+    )
+    return 100 * (1 - symmetric["ms"] / plain["ms"])
+
+
+def gradients_of_torch(gpus):
+    return row(f"bench_step/h200_x{gpus}/fsdp2", name="unrolled-1/torch_floor")["ms"]
 
 
 def fsdp2(group, key):
@@ -250,7 +282,8 @@ SENTENCES = {
         (lambda tokens=tokens: with_barrier(tokens, OPTIM)["percent"], ".1f")
         for tokens in (1024, 8192, 32768)
     ],
-    "ZeRO-1 gains {} % with 1,024 tokens and {} % with 8,192. FSDP gains nothing ({} % with 32,768)": [
+    "ZeRO-1 gains {} % with 1,024 tokens and {} % with 8,192. FSDP gathered once, whose scales come out of "
+    "all-gathers, gains nothing with 32,768 ({} %)": [
         (lambda: with_barrier(1024, PLAIN_ZERO1)["percent"], ".1f"),
         (lambda: with_barrier(8192, PLAIN_ZERO1)["percent"], ".1f"),
         (lambda: with_barrier(32768, PLAIN_ONCE)["percent"], ".1f"),
@@ -263,16 +296,16 @@ SENTENCES = {
         (lambda: over_xla("ways_8192", "unrolled-8", SENT_OVER_XLA), ".1f"),
         (lambda: over_xla("ways_1024", "unrolled-1", SENT_OVER_XLA), ".1f"),
     ],
-    "{} ms of jdistadam's traced step, and kernels of the model another {}, which alone would be at {} %.": [
+    "in jdistadam's traced step {} ms, and kernels of the model {}.": [
         (lambda: of_step_on_two(1024, *UPDATE), ".1f"),
         (lambda: of_step_on_two(1024, "model"), ".1f"),
-        (share_of_model, ".1f"),
     ],
-    "optax's fastest flags do so, and GPU 0 still waits {} ms for them.": [
+    "GPU 0 waits {} ms for them in optax's fastest step.": [
         (lambda: scanned_phase(OPTAX_KEPT, "reduce-scatter", gpus=2), ".1f"),
     ],
-    'at a revision without the barrier, "optim" is {} % behind FSDP': [
-        (lambda: -lead("h200_x2/two_processes", "unrolled-8", OPTIM), ".1f"),
+    "with collectives of up to 128 MiB: rounds range from {} to {} %.": [
+        (lambda choose=choose: lead("h200_x2/two_processes", "unrolled-8", OPTIM, choose), "+.1f")
+        for choose in (min, max)
     ],
     "A [Llama-like model](../experiments/results/bench_step/h200_x2/llama_7b.json) of {}e9 parameters": [
         (lambda: of("bench_step/h200_x2/llama_7b")["rows"][0]["parameters"] / 1e9, ".2f"),
@@ -293,14 +326,35 @@ SENTENCES = {
     "jdistadam takes {} GB during a step, optax {}: sums": [
         (lambda: of_llama(SCANNED), ".1f"), (lambda: of_llama(f"annotated_fsdp{TUNED}"), ".1f"),
     ],
-    "on two GPUs {} % with 1,024 tokens per GPU, and {} % with 8,192.": [
+    "it took {} % longer on two GPUs with 1,024 tokens per GPU, and {} % with 8,192, at an older revision; "
+    "with sums in bfloat16, it takes {} % and {} % longer.": [
+        (lambda: over_xla("ways_1024", "unrolled-1", SENT_OVER_XLA), ".0f"),
+        (lambda: over_xla("ways_8192", "unrolled-8", SENT_OVER_XLA), ".0f"),
         (lambda: over_xla("tokens_1024", "unrolled-1"), ".0f"),
         (lambda: over_xla("tokens_8192", "unrolled-8"), ".0f"),
     ],
-    "jdistadam gathered once trains on {} % more tokens per second than optax with 1,024 tokens, and on "
-    "{} % more with 8,192.": [
+    "but for ZeRO-1 with 8,192, which took {} % less time with MaxText's.": [(with_maxtext, ".1f")],
+    "in four rounds of [another run](../experiments/results/vectors_behind_barrier/h200_x2/tokens_8192.json) "
+    "with 8,192 tokens, jdistadam was {} to {} % ahead of ZeRO-1.": [
+        (lambda: min(ahead_in_four_rounds()), ".1f"), (lambda: max(ahead_in_four_rounds()), ".1f"),
+    ],
+    "jdistadam is ahead by {}, {} and {} ms": [
+        (lambda tokens=tokens: ms_ahead(tokens), ".1f") for tokens in (1024, 8192, 32768)
+    ],
+    "Symmetric memory, which brings {} % on two GPUs": [(by_symmetric_memory, ".1f")],
+    "torch's gradients alone take {} ms, on two GPUs of another host {}.": [
+        (lambda gpus=gpus: gradients_of_torch(gpus), ".1f") for gpus in (4, 2)
+    ],
+    "no step with an update exceeds {} % of the peak** FLOP/s, and gradients alone reach {} %.": [
+        (lambda: max(utilizations_1024()[1:]), ".0f"), (lambda: utilizations_1024()[0], ".0f"),
+    ],
+    "jdistadam gathered once trains on {} % more tokens per second than optax with 1,024 tokens, and takes as "
+    "long with 8,192: rounds range from {} to {} %.": [
         (lambda: lead("h200_x4/four_processes", "unrolled-1", ONCE), ".1f"),
-        (lambda: lead("h200_x4/four_processes", "unrolled-8", ONCE), ".1f"),
+        *(
+            (lambda choose=choose: lead("h200_x4/four_processes", "unrolled-8", ONCE, choose), "+.1f")
+            for choose in (min, max)
+        ),
     ],
     "Over the four rounds with 8,192 tokens, it is {} to {} % ahead.": [
         (lambda: once("percent_least"), ".1f"), (lambda: once("percent_most"), ".1f"),
@@ -335,7 +389,7 @@ SENTENCES = {
     'the update beside which "optim" gathers takes {} ms instead of {}.': [
         (lambda: update(OPTIM), ".1f"), (lambda: of_step_on_two(8192, *UPDATE), ".1f"),
     ],
-    "rounds of this row range from {} to {} ms.": [
+    "probably by Python: rounds range from {} to {} ms": [
         (lambda: fsdp2("unrolled-1", "ms_least"), ".0f"),
         (lambda: fsdp2("unrolled-1", "ms_most"), ".0f"),
     ],

@@ -146,12 +146,14 @@ class Group:
     def _drop_equal(self, name):
         """Leaves out flags that change nothing, so that no program is timed twice."""
         first = {}
-        for flags, program in [*self.programs[name].items()]:
+        programs = self.programs[name]
+        for flags in [x for x in self.tried[name] if x in programs]:  # as listed, not as compiled
+            program = programs[flags]
             text = re.sub(r", metadata=\{[^{}]*\}", "", program.as_text())
             same = first.setdefault(hashlib.sha256(text.encode()).hexdigest(), flags)
             if same != flags:
                 self.tried[name][flags]["same_as"] = same
-                del self.programs[name][flags]
+                del programs[flags]
 
     def _take(self, name, flags):
         """Makes one of its programs that of a row."""
