@@ -19,6 +19,10 @@ from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, is_real, out_of_range
 from jdistadam.errors import HyperparameterError
 
+_LARGEST = 2.0**64
+"""Loss scales are smaller. Kernels multiply by one over the scale, times the mean and the clip. If
+this factor were subnormal, XLA would take it for zero on CPUs, and gradients would be zero."""
+
 
 class Facts(NamedTuple):
     """What guards know of a step before it updates."""
@@ -35,7 +39,7 @@ class DynamicLossScale:
 
     After ``growth_interval`` consecutive finite steps the scale is multiplied by ``growth_factor``.
     A step with a non-finite gradient is skipped. From the ``hysteresis``-th skipped step since the
-    last growth on, the scale is multiplied by ``backoff_factor``.
+    last growth on, the scale is multiplied by ``backoff_factor``. It stays below :math:`2^{64}`.
 
     Attributes:
       init_scale: The first scale.
@@ -72,7 +76,7 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         """Checks every number."""
-        _check("init_scale", self.init_scale, 0, math.inf)
+        _check("init_scale", self.init_scale, 0, _LARGEST)
         _check("growth_factor", self.growth_factor, 1, math.inf)
         _check("backoff_factor", self.backoff_factor, 0, 1)
         _check("min_scale", self.min_scale, 0, math.inf)
@@ -110,7 +114,7 @@ def norm_scale(scaling: LossScaleState | None) -> Any:
 def check_loss_scale(value: Any) -> None:
     """Raises HyperparameterError unless ``value`` is None, a number or a DynamicLossScale."""
     if value is not None and not isinstance(value, DynamicLossScale):
-        _check("loss_scale", value, 0, math.inf)
+        _check("loss_scale", value, 0, _LARGEST)
 
 
 def _check(name: str, value: Any, above: float, below: float) -> None:
@@ -146,7 +150,7 @@ def next_loss_scale(
     shrinks = found_inf & (hysteresis == 0)
     grows = growth >= config.growth_interval
     grown = state.loss_scale * jnp.float32(config.growth_factor)
-    grown = jnp.where(jnp.isfinite(grown), grown, state.loss_scale)
+    grown = jnp.where(grown < _LARGEST, grown, state.loss_scale)
     shrunk = jnp.maximum(
         state.loss_scale * jnp.float32(config.backoff_factor), jnp.float32(config.min_scale)
     )

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdistadam as jda
-from support.bits import assert_same_bits
+from support.bits import assert_same_bits, assert_trees_same_bits
 from support.given_gradients import make_tx, own_step, random_grads, random_params
 from support.placements import PLACEMENTS, SQUARE, STRATEGIES
 from support.samples import often
@@ -75,6 +75,20 @@ def test_the_scale_changes_no_bit_of_a_clipped_step(placement):
         np.testing.assert_allclose(np.linalg.norm(mu), 0.25 * (1 - 0.87), rtol=1e-5)
         for name in ("grad_norm", "mu", "nu"):
             assert_same_bits(getattr(opt_state, name), getattr(results[0], name), name)
+
+
+def test_a_scale_does_not_grow_until_gradients_are_zero():
+    """From 2^62: one over 2^122, times the mean and the clip, is zero on CPUs. No step was skipped."""
+    growing = jda.DynamicLossScale(init_scale=2.0**62, growth_factor=2.0**30, growth_interval=1)
+    results = []
+    for scale in (1.0, growing):
+        tx = make_tx(SQUARE, max_grad_norm=0.25, loss_scale=scale, eps=1e-20, **HYBRID)
+        state, step = trained(tx)
+        for i in range(3):
+            state, metrics = step(state, batch_of(np.random.default_rng(i)))
+        assert int(metrics["skipped"]) == 0
+        results.append((state.params, metrics["grad_norm"]))
+    assert_trees_same_bits(*results)
 
 
 def test_a_static_scale_stays_and_skips():
