@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import collections
 import contextlib
 import functools
 import hashlib
@@ -64,13 +63,7 @@ def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
     if extra is not None:
         about["extra"] = extra.about
         groups += [_whole(name, x, key=extra.keys.get(name)) for name, x in extra.arrays.items()]
-    names = collections.Counter(entry.name for group in groups for entry in group.entries)
-    if twice := [name for name, times in names.items() if times > 1]:
-        raise TreeError(
-            f"{twice[0]}: two arrays of the state have this name in a checkpoint: "
-            "got a field of that name, expected fields other than main_params, mu, nu, count, "
-            "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
-        )
+    parts.check_names(entry.name for group in groups for entry in group.entries)
     return Contents(groups, about)
 
 

@@ -18,9 +18,10 @@ restored from the other.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -185,9 +186,24 @@ def nested(keys: dict[str, Any], where: Any, what: str) -> Any:
     return tree
 
 
-def is_scalar(name: str) -> bool:
-    """Whether an array belongs to one of ``SCALARS``; a guard has several arrays."""
-    return name in _SINGLE or name.startswith(tuple(f"{guard.field}." for guard in GUARDS))
+def is_scalar(x: Leaf | Entry) -> bool:
+    """Whether an array belongs to one of ``SCALARS``; a guard has several arrays.
+
+    A field of a state may have such a name, too: it has ``keys``, of which there are none.
+    """
+    is_single = x.name in _SINGLE and x.keys is None
+    return is_single or x.name.startswith(tuple(f"{guard.field}." for guard in GUARDS))
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises TreeError if two arrays of a state have the same name."""
+    times = collections.Counter(names)
+    if twice := [name for name in times if times[name] > 1]:
+        raise TreeError(
+            f"{twice[0]}: two arrays of the state have this name in a checkpoint: "
+            "got a field of that name, expected fields other than main_params, mu, nu, count, "
+            "grad_norm, key, scaling, ema, guard, and extra beside extra=. Rename the field."
+        )
 
 
 def path_of(name: str) -> str:

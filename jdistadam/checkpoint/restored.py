@@ -45,6 +45,7 @@ class Request:
     unused: Predicate | None = None
     instead: str = ""  # advice in errors, in place of ``new`` and ``unused``
     used: set[str] = dataclasses.field(default_factory=set)
+    others: set[str] = dataclasses.field(default_factory=set)  # names that the file has for others
     lacking: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)  # by path
     reads: list[Read] = dataclasses.field(default_factory=list)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was read, by name
@@ -82,7 +83,7 @@ class Request:
             name
             for name, entry in self.reader.entries.items()
             if name not in known
-            and not (entry.is_count or parts.is_scalar(name))
+            and not (entry.is_count or parts.is_scalar(entry))
             and not (self.unused is not None and self.unused(parts.path_of(name)))
         ]:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
@@ -130,8 +131,9 @@ class Request:
 
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
         """The file's entry of a name; None if it lacks it or has another shape."""
-        self.used.add(name)
-        entry = self.reader.entries.get(name)
+        entry = self._entry(name)
+        if name not in self.others:
+            self.used.add(name)
         if entry is not None and entry.like.shape == tuple(shape):
             return entry
         path = parts.path_of(name)
@@ -139,13 +141,16 @@ class Request:
             self.lacking.setdefault(path, (name, tuple(shape)))
         return None
 
+    def _entry(self, name: str) -> Entry | None:
+        return None if name in self.others else self.reader.entries.get(name)
+
     def _check_none_lacking(self) -> None:
         """Raises TreeError or ShapeError for the first array that is lacking; names others too."""
         if not self.lacking:
             return
         first, *others = self.lacking
         name, shape = self.lacking[first]
-        entry = self.reader.entries.get(name)
+        entry = self._entry(name)
         error = TreeError if entry is None else ShapeError
         what = "missing in the file" if entry is None else "has another shape in the file"
         got = f"{len(self.reader.entries)} others" if entry is None else entry.like.shape
@@ -197,6 +202,13 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     """Returns the leaves of a state like a template: all are compared, then read."""
     every = [leaf for field, x in fields.items() for leaf in parts.leaves_of(field, x)]
     flat = next((leaf.value for leaf in every if is_distributed_state(leaf.value)), None)
+    parts.check_names(leaf.name for leaf in every)
+    entries = request.reader.entries
+    request.others = {
+        x.name
+        for x in every
+        if x.name in entries and parts.is_scalar(x) != parts.is_scalar(entries[x.name])
+    }
     if flat is None:
         adam: Any = TreeAdam(every, request.place)
     else:
@@ -215,8 +227,8 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
             request.values[leaf.name] = request.stays(leaf.name, leaf.value)
     for unit, params in adam.units:  # after the count, which they need
         _ask_unit(request, adam, unit, params)
-    for name in request.reader.entries if flat is not None else ():
-        if parts.is_scalar(name) and name not in request.used:
+    for name, entry in entries.items() if flat is not None else ():
+        if parts.is_scalar(entry) and name not in request.used:
             request.take(name, None)
     request.finish()
     request.reader.read(request.reads)

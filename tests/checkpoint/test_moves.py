@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.training.admission import check_params_follow
-from support.bits import assert_trees_same_bits
+from support.bits import assert_same_bits, assert_trees_same_bits
 from support.optimizers import distributed_adamw
 from support.samples import few, often
 
@@ -270,3 +270,28 @@ def test_the_seed_is_no_other_array_of_that_name(tmp_path):
     assert_trees_same_bits(jda.restore(tmp_path / "one", mine, nearest)["params"], params)
     several = jda.distributed(nearest, mesh=mesh_of(4))
     assert jda.restore(tmp_path / "one", jda.TrainState.shapes(params, several), several).opt_state.key is None  # fmt: skip
+
+
+def test_a_key_of_the_user_is_not_the_seed(tmp_path):
+    """As in Flax's train states with dropout: each was restored as the other, or left out."""
+    coded = dict(mu_dtype="block8", nu_dtype="block8", rounding="stochastic")
+    at_random, nearest = jda.fused_adamw(1e-2, **coded, seed=7), jda.fused_adamw(1e-2)
+    params, key = {"w": jnp.ones((64, 128))}, jax.random.PRNGKey(99)
+    mine = {"params": params, "opt_state": nearest.init(params), "key": key}
+    seeded = {"params": params, "opt_state": at_random.init(params)}
+    jda.save(tmp_path / "mine", mine)
+    jda.save(tmp_path / "seeded", seeded)
+    assert_same_bits(jda.restore(tmp_path / "mine", mine)["key"], key)
+    for saved, template in (("mine", seeded), ("seeded", mine)):
+        with pytest.raises(jda.TreeError, match="key: missing in the file"):
+            jda.restore(tmp_path / saved, template)
+    begun = jda.restore(tmp_path / "seeded", mine, new=lambda path: path == "key")
+    assert_same_bits(begun["key"], key)
+    tx = jda.distributed(at_random, mesh=mesh_of(4))
+    without = {"params": params, "opt_state": nearest.init(params)}
+    for template, optimizer in ((without, None), (jda.TrainState.shapes(params, tx), tx)):
+        with pytest.raises(jda.TreeError, match="key: in the file, and not in the template"):
+            jda.restore(tmp_path / "mine", template, optimizer)
+        jda.restore(tmp_path / "mine", template, optimizer, unused=lambda path: path == "key")
+    with pytest.raises(jda.TreeError, match="key: two arrays of the state have this name"):
+        jda.restore(tmp_path / "seeded", seeded | {"key": key})
