@@ -120,6 +120,7 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
         yield from _section(field, tree)
         return
     kinds = (*_ADAM, RoundingState, MainParamsState)
+    is_of_optimizer = re.split(r"[.\[]", field)[0] == "opt_state"
     for leaf in leaves(field, tree, lambda x: isinstance(x, kinds) or _is_schedule(x)):
         part = leaf.value
         if isinstance(part, RoundingState):
@@ -135,7 +136,7 @@ def leaves_of(field: str, tree: Any) -> Iterator[Leaf]:
         elif isinstance(part, DistributedState):
             yield Leaf("", part)
         elif _is_schedule(part):
-            yield Leaf(leaf.name, part.count, is_count=True)
+            yield Leaf(leaf.name, part.count, is_count=is_of_optimizer)
         else:
             yield leaf._replace(is_count=leaf.name == "step")
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -295,3 +296,19 @@ def test_a_key_of_the_user_is_not_the_seed(tmp_path):
         jda.restore(tmp_path / "mine", template, optimizer, unused=lambda path: path == "key")
     with pytest.raises(jda.TreeError, match="key: two arrays of the state have this name"):
         jda.restore(tmp_path / "seeded", seeded | {"key": key})
+
+
+def test_a_counter_of_the_user_is_not_that_of_a_schedule(tmp_path):
+    """It was left out, or began with the optimizer's count, if it is a tuple of a count alone."""
+    tx, params = jda.fused_adamw(1e-2), {"w": jnp.ones(3)}
+    state = {"params": params, "opt_state": tx.init(params)}
+    mine = state | {"seen": optax.ScaleByScheduleState(jnp.float32(0.5))}
+    jda.save(tmp_path / "mine", mine)
+    jda.save(tmp_path / "state", state)
+    assert_trees_same_bits(jda.restore(tmp_path / "mine", mine), mine)
+    for saved, template, where in (
+        ("mine", state, "in the file, and not in the template"),
+        ("state", mine, "missing in the file"),
+    ):
+        with pytest.raises(jda.TreeError, match=f"seen: {where}"):
+            jda.restore(tmp_path / saved, template)
