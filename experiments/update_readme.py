@@ -131,6 +131,15 @@ def losses_over_seeds_table() -> str:
     return markdown.table(("", "seeds", "mean difference", "its standard error"), table)
 
 
+def distances_table() -> str:
+    """One line for each way to train: how far its parameters are from optax's after some steps."""
+    path = RESULTS / "losses_over_seeds/cpu/default.json"
+    found = json.loads(path.read_text())["results"]["distances"]
+    steps = next(iter(found.values()))
+    table = [(way, *(f"{x[i]:.5f}" for i in steps)) for way, x in found.items()]
+    return markdown.table(("distance from optax's after so many steps", *steps), table)
+
+
 def _policy(row) -> str:
     """The name of a policy; records from before its renaming contain another word."""
     return row["policy"].replace("wire", "communication")
@@ -164,6 +173,7 @@ TABLES = {
     "strategies": strategies_table,
     "optax_losses": optax_losses_table,
     "losses_over_seeds": losses_over_seeds_table,
+    "distances": distances_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
     "states": lambda: precision.states_table(
         RESULTS / "low_precision/cpu/default.json", RESULTS / "low_precision/h200/150_steps.json"

@@ -245,6 +245,12 @@ def error_above_optax():
     return statistics.stdev(x - y for x, y in pairs) / 3**0.5
 
 
+def by_chance():
+    """Percent: Student's t with two degrees of freedom is farther from 0 than the mean."""
+    t = above_optax() / error_above_optax()
+    return 100 * (1 - t / (2 + t**2) ** 0.5)
+
+
 def between_seeds():
     losses = losses_of_seeds("optax_sharded")
     return max(losses) - min(losses)
@@ -255,7 +261,7 @@ def speed(work):
 
 
 SEED0 = "h100_x4/600_steps_3e-4/jdistadam_seed0"
-LOSSES = "losses_over_seeds/h200/default"
+LOSSES, LOSSES_OF_FOUR = "losses_over_seeds/h200/default", "losses_over_seeds/cpu/default"
 SENTENCES = {
     'it trains on {} % more tokens per second on two H200s ("optim"), and on {} % more on four': [
         (lambda: lead("h200_x2/tokens_1024", "unrolled-1", OPTIM), ".1f"),
@@ -409,6 +415,13 @@ SENTENCES = {
     "is {} higher, with a standard error of {} from three seeds; seeds of optax differ by {}.": [
         (above_optax, ".3f"), (error_above_optax, ".3f"), (between_seeds, ".3f"),
     ],
+    "the mean loss is {} above optax's for the control, {} for jdistadam and {} with float32 parameters, with "
+    "standard errors of {}, {} and {}.": [
+        (lambda way=way, key=key: of(LOSSES_OF_FOUR)["differences"][way][key], ".3f")
+        for key in ("mean", "error")
+        for way in ("optax, reversed", "jdistadam", "jdistadam, float32 parameters")
+    ],
+    "From three seeds, chance alone gives so many standard errors in {} % of cases.": [(by_chance, ".0f")],
     "takes {} to {} % less time than XLA's program for `optax.adamw` on GPT-2.": [
         (lambda: less_time("gpt2xl"), ".0f"), (lambda: less_time("gpt2s"), ".0f"),
     ],
