@@ -17,6 +17,7 @@ from jax import lax
 from optax import MultiSteps as optax_MultiSteps  # also if a user replaces them
 from optax import apply_if_finite as optax_apply_if_finite
 
+from jdistadam.compat import inlined_jit
 from jdistadam.core import trees
 from jdistadam.core.arguments import check_count, hinted
 from jdistadam.core.trees import Grads, Params
@@ -245,6 +246,7 @@ def _with_placed_sums(init: Callable[[Params], Any], params: Params) -> optax.Mu
     return state._replace(acc_grads=jax.tree.map(trees.placed_like, params, state.acc_grads))
 
 
+@inlined_jit
 def _added(acc: Grads, grads: Grads, n: Any) -> Any:
     """The mean of ``n`` gradients and one more, in optax's formula; or without n the sum."""
 

@@ -79,6 +79,23 @@ def test_gradients_of_complex_params_need_complex_sums():
     np.testing.assert_allclose(new["z"], want["z"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_accumulated_steps_have_the_same_bits_outside_of_jit(dtype):
+    """Means were rounded after each operation: seen if XLA optimizes, as in .ci/long."""
+    rng = np.random.default_rng(5)
+    params = {"w": jnp.asarray(rng.normal(size=(64, 512)), dtype)}
+    adamw = jda.fused_adamw(1e-2, main_params_dtype=jnp.float32)
+    tx = jda.MultiSteps(jda.chain(optax.clip_by_global_norm(0.5), adamw), 3)
+    grads = [{"w": jnp.asarray(rng.normal(size=(64, 512)), dtype)} for _ in range(6)]
+    results = []
+    for step in (tx.step, jax.jit(tx.step)):
+        new, state = params, tx.init(params)
+        for one in grads:
+            new, state = step(one, state, new)
+        results.append((new, state))
+    assert_trees_same_bits(*results)
+
+
 def params_of(case, rng):
     """Leaves of every size."""
     dtype = jnp.bfloat16 if case in BFLOAT16 else jnp.float32
