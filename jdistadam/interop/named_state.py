@@ -130,7 +130,14 @@ def places(names: Iterable[str], like: Any, rename: Rename, transpose: Transpose
     """Returns the place of each of our leaves; rename and transpose as in ``to_train_state``."""
     flat = trees.leaves_with_path(like)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
-    where = dict(zip(paths, trees.paths(like, "params"), strict=True))
+    where = dict[str, str]()
+    for path, full in zip(paths, trees.paths(like, "params"), strict=True):
+        if path in where:
+            raise TreeError(
+                f"{full}: two leaves have the same path here, and one would be taken for both: got "
+                f"{path!r} for it and {where[path]}, expected different paths. Rename a key with /."
+            )
+        where[path] = full
     name_of = _names_by_path(list(names), rename, where)
     if isinstance(transpose, Mapping) and (extra := [x for x in transpose if x not in where]):
         raise TreeError(

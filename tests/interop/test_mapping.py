@@ -65,6 +65,8 @@ WRONG = {
     "not renamed": (lambda: into(named(MORE)), r"rename\['b'\]: missing"),
     "no rename": (lambda: into(named(), rename=None), "params: a/weight: unexpected"),
     "two to one": (lambda: into(named(MORE), rename=RENAME | {"b": "a/bias"}), r"\['bias'\]: two parameters lead here: got 'b' and 'a.bias'"),
+    "two of one path": (lambda: into(named(), like=LIKE | {"a/bias": LIKE["a"]["bias"]}), r"params\['a/bias'\]: two leaves have the same path here.* 'a/bias' for it and params\['a'\]\['bias'\]"),
+    "two of one path, to torch": (lambda: interop.from_fused(params := {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, fused().init(params), fused(), ["a.b"]), "two leaves have the same path here"),
     "wrong shape": (lambda: into(named(SHAPES | {"a.bias": (3,)})), r"params\['a'\]\['bias'\]: shape.*\(3,\) of 'a.bias'.*expected \(2,\)"),
     "not transposed": (lambda: into(named(), transpose=None), r"\['kernel'\]: shape.*\(2, 3\) of 'a.weight'.*expected \(3, 2\).*flax_kernels"),
     "another rank": (lambda: into(named(SHAPES | {"a.weight": (6,)})), r"\(6,\) of 'a.weight'"),
