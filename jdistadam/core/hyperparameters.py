@@ -249,28 +249,28 @@ def schedule_now(name: str, schedule: Callable[[Any], Any], count: Any) -> Any:
     step: one operation at a time, or in a program of its own, it may have other bits. A schedule
     that needs the value of the count, such as one with an ``if``, is called with the count itself.
     """
-    values: list[Any] = []
+    known: list[Any] = []  # no tracers, which would leak
 
     def call(count: Any) -> Any:
         value = schedule(count)
         _check_number(name, value)
-        values.append(value)
+        known[:] = [] if trees.is_traced(value) else [value]
         return value
 
     check_step_count("opt_state's count", count)
     try:
         traced = jax.make_jaxpr(call)(count)
     except jax.errors.JAXTypeError:
-        call(count)
+        value = call(count)
     else:
-        if trees.is_traced(values):
+        if not known:
             hidden = tuple(
                 _Same(x) if isinstance(x, jax.Array | np.ndarray) else x
                 for x in jaxprs.hidden_in(traced.jaxpr)
             )
             program = _Program(f"{traced.jaxpr} {traced.out_avals}", hidden, traced.jaxpr)
             return TracedSchedule(program, list(traced.consts), count)
-    value = values[-1]
+        (value,) = known
     return float(value) if isinstance(value, int) else value
 
 

@@ -277,3 +277,14 @@ def test_schedules_that_return_no_number_raise(value):
     for step in (tx.step, jax.jit(tx.step)):
         with pytest.raises(jda.HyperparameterError, match=r"^learning_rate: not one number"):
             step(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_no_tracer_leaks_from_a_schedule(jitted):
+    """jax.checking_leaks raised in every step with one."""
+    schedule = optax.cosine_decay_schedule(1e-2, 10)
+    params = {"w": jnp.ones(4)}
+    tx = jda.fused_adamw(schedule, weight_decay=schedule)
+    step, state = jax.jit(tx.step) if jitted else tx.step, tx.init(params)
+    with jax.checking_leaks():
+        step(params, state, params)
