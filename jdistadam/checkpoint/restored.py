@@ -45,7 +45,7 @@ class Request:
     unused: Predicate | None = None
     instead: str = ""  # advice in errors, in place of ``new`` and ``unused``
     used: set[str] = dataclasses.field(default_factory=set)
-    others: set[str] = dataclasses.field(default_factory=set)  # names that the file has for others
+    namesakes: set[str] = dataclasses.field(default_factory=set)  # in the file, of other arrays
     lacking: dict[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)  # by path
     reads: list[Read] = dataclasses.field(default_factory=list)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was read, by name
@@ -132,7 +132,7 @@ class Request:
     def _of_shape(self, name: str, shape: tuple[int, ...]) -> Entry | None:
         """The file's entry of a name; None if it lacks it or has another shape."""
         entry = self._entry(name)
-        if name not in self.others:
+        if name not in self.namesakes:
             self.used.add(name)
         if entry is not None and entry.like.shape == tuple(shape):
             return entry
@@ -142,7 +142,7 @@ class Request:
         return None
 
     def _entry(self, name: str) -> Entry | None:
-        return None if name in self.others else self.reader.entries.get(name)
+        return None if name in self.namesakes else self.reader.entries.get(name)
 
     def _check_none_lacking(self) -> None:
         """Raises TreeError or ShapeError for the first array that is lacking; names others too."""
@@ -204,7 +204,7 @@ def restored_leaves(request: Request, fields: dict[str, Any], tx: Any) -> list[A
     flat = next((leaf.value for leaf in every if is_distributed_state(leaf.value)), None)
     parts.check_names(leaf.name for leaf in every)
     entries = request.reader.entries
-    request.others = {
+    request.namesakes = {
         x.name
         for x in every
         if x.name in entries and parts.is_scalar(x) != parts.is_scalar(entries[x.name])
