@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from lm import command_line, power, report
-from step_bench import model, rows, tables, trace, variants
+from step_bench import model, rows, tables, variants
 from step_bench.group import Group
 
 from jdistadam.training import local_gradients
@@ -59,13 +59,13 @@ def make_groups(args, mesh, on_gpu):
 
 def turn(groups, name, way, steps):
     use(way)
-    return groups[way]._turn(name, steps)
+    return groups[way].turn(name, steps)
 
 
 def measure(groups, rounds):
     """ms of each row in each way, round by round."""
     keys = [(name, way) for name in groups[BEHIND].variants for way in groups]
-    steps = {key: groups[key[1]]._steps(SECONDS, turn(groups, *key, 1)) for key in keys}
+    steps = {key: groups[key[1]].steps_in(SECONDS, turn(groups, *key, 1)) for key in keys}
     found = {name: {way: [] for way in groups} for name, _ in keys}
     for i in range(rounds + 1):  # the first one warms up
         for name, way in keys[:: (-1) ** i]:
@@ -76,12 +76,9 @@ def measure(groups, rounds):
 
 def traced(group, name):
     """Phases of a step on each GPU."""
-    group._start(name)
-    origins = trace.op_names(group.variants[name].program.as_text())
-    profile = trace.record(lambda: group._run(name, TRACED_STEPS))
-    del group.states[name]
-    of_gpus = trace.events_of(profile, origins)
-    return [trace.phases(events, TRACED_STEPS) for events in of_gpus.values()]
+    group.trace(name, TRACED_STEPS)
+    record = group.records[name]
+    return [record["phases"], *record["phases_of_other_gpus"]]
 
 
 def main():
@@ -97,7 +94,8 @@ def main():
         row = {"name": name, **tables.gain(as_arguments, behind)}
         for way, group in groups.items():
             use(way)
-            row[way] = {"rounds_ms": ways[way], "phases_of_gpus": traced(group, name)}
+            row[way] = {"rounds_ms": ways[way]}
+            row[way] |= {"phases_of_gpus": traced(group, name)} if on_gpu else {}
         found.append(row)
         print(f"{name:60} {row['percent']:+.2f} %", flush=True)
     report.write_run(

@@ -356,7 +356,7 @@ def test_a_row_takes_the_fastest_of_its_flags(small, monkeypatch):
         return seconds[flags]
 
     timed = []
-    monkeypatch.setattr(found, "_turn", turn)
+    monkeypatch.setattr(found, "turn", turn)
     found._drop_equal(name)
     found.choose(name)
     record = found.records[name]
@@ -375,7 +375,7 @@ def test_a_late_run_ends_after_two_rounds(small, monkeypatch):
     found = group.Group([rows.parse("step-small/optim")], None, small, False, "xla")
     found.compile(1)
     found.make_data()
-    monkeypatch.setattr(found, "_turn", lambda name, steps: 1.0)
+    monkeypatch.setattr(found, "turn", lambda name, steps: 1.0)
     found.measure(5, 0, float("inf"), lambda: True)
     assert found.records["step-small/optim"]["rounds_ms"] == [1e3, 1e3]
 

@@ -244,7 +244,7 @@ class Group:
             flush=True,
         )
 
-    def _turn(self, name, steps):
+    def turn(self, name, steps):
         """Seconds per step of a row; its state is made if there is none."""
         if name not in self.states:
             self._start(name)
@@ -264,7 +264,7 @@ class Group:
         self.states[name] = state
         return seconds
 
-    def _steps(self, seconds, of_one, least=3):
+    def steps_in(self, seconds, of_one, least=3):
         """How many steps take about so many seconds; equal on all processes."""
         wanted = round(seconds / of_one) if self.on_gpu else 3
         return int(processes.of_first(min(max(least, wanted), MOST_STEPS)))
@@ -278,9 +278,9 @@ class Group:
                     self.variants[name].program = programs[flags]
                     try:
                         if i == 0:
-                            self._turn(name, 1)
-                            steps = steps or self._steps(TRIAL_SECONDS, self._turn(name, 1), 1)
-                        times.setdefault(flags, []).append(1e3 * self._turn(name, steps))
+                            self.turn(name, 1)
+                            steps = steps or self.steps_in(TRIAL_SECONDS, self.turn(name, 1), 1)
+                        times.setdefault(flags, []).append(1e3 * self.turn(name, steps))
                     except Exception as error:
                         self.tried[name][flags]["failed"] = message(error)
                         del programs[flags]
@@ -313,7 +313,7 @@ class Group:
         for name in [*self.variants]:
             with self._dropping(name):
                 self._check(name)
-                steps[name] = self._steps(TURN_SECONDS, self._turn(name, 2))
+                steps[name] = self.steps_in(TURN_SECONDS, self.turn(name, 2))
                 times[name] = {flags: [] for flags in self.programs[name]}
         logs = self.on_gpu and processes.is_first()
         with power.PowerLog() if logs else contextlib.nullcontext() as log:
@@ -327,7 +327,7 @@ class Group:
                         continue
                     with self._dropping(name):
                         self.variants[name].program = self.programs[name][flags]
-                        found = 1e3 * self._turn(name, steps[name])
+                        found = 1e3 * self.turn(name, steps[name])
                         times[name][flags] += [found] if i else []
         times = {name: self._best_of_rounds(name, times[name]) for name in self.variants}
         for name in self.variants:
@@ -338,7 +338,7 @@ class Group:
         traces = self.on_gpu and traced_steps and not is_late()
         for name in [*self.variants] if traces else ():
             with self._dropping(name):
-                self._trace(name, traced_steps)
+                self.trace(name, traced_steps)
 
     def _best_of_rounds(self, name, times):
         """Takes the program with the least median of its rounds, and returns these."""
@@ -375,7 +375,7 @@ class Group:
             for rival in rivals
         ]
 
-    def _trace(self, name, steps):
+    def trace(self, name, steps):
         if name not in self.states:
             self._start(name)
         origins = trace.op_names(self.variants[name].program.as_text())
