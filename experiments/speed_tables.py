@@ -187,12 +187,13 @@ def ways() -> str:
     return markdown.table((*columns, "GB, 8,192 tokens"), table)
 
 
-POLICIES = {  # variants, and their names
-    OPTIM: "sent in bfloat16, summed in float32, by copies",
-    "optim": "sent and summed in bfloat16, by XLA's collectives",
-    "optim+sent_wide": "the default: sent and summed in float32, by XLA's collectives",
+OVER_XLA = f"{OPTIM}+over_xla"
+POLICIES = {  # variants, their names, and the first part of their records' names
+    OPTIM: ("sent in bfloat16, summed in float32, by copies", "tokens"),
+    OVER_XLA: ("the same, by XLA's collectives", "sums_over_xla"),
+    "optim": ("sent and summed in bfloat16, by XLA's collectives", "tokens"),
+    "optim+sent_wide": ("the default: sent and summed in float32, by XLA's collectives", "tokens"),
 }
-OF_POLICIES = {LONG: "h200_x2/tokens_8192", SHORT: "h200_x2/tokens_1024"}
 
 
 def longer(record, group, variant) -> float:
@@ -204,9 +205,10 @@ def longer(record, group, variant) -> float:
 def policies() -> str:
     """One line for each way to send gradients under "optim" on two H200s."""
     table = []
-    for variant, name in POLICIES.items():
+    for variant, (name, records) in POLICIES.items():
         cells = []
-        for group, record in OF_POLICIES.items():
+        for group, tokens in ((LONG, 8192), (SHORT, 1024)):
+            record = f"h200_x2/{records}_{tokens}"
             ms = f"{clipped_steps((record,), group)[variant]['ms']:.1f}"
             more = "" if variant == OPTIM else f" ({longer(record, group, variant):+.1f} %)"
             cells.append(ms + more)
@@ -264,24 +266,17 @@ def _with_range(rival, ours) -> str:
     return f"{found['percent']:+.1f} % ({least:+.1f} to {most:+.1f})"
 
 
-def _revision(record) -> str:
-    return json.loads((RESULTS / f"bench_step/{record}.json").read_text())["revision"]
-
-
 def by_tokens() -> str:
     """One line for each number of tokens per GPU: ours beside the best of several sets of flags."""
     table = []
     for tokens in (1024, 4096, 8192, 32768):
-        record = f"h200_x2/tokens_{tokens}"
-        is_older = _revision(record) != _revision("h200_x2/tokens_1024")
-        label = f"{tokens:,}" + " (older)" * is_older
-        rows = clipped_steps((record,), f"unrolled-{tokens // 1024}")
+        rows = clipped_steps((f"h200_x2/tokens_{tokens}",), f"unrolled-{tokens // 1024}")
         three = [rows[x] for x in ("floor", rival_of(rows), OPTIM)]
         shares = (f"{100 * row['model_flops_utilization']:.1f}" for row in three)
         ms = (f"{row['ms']:.1f}" for row in three)
         nbytes = (f"{bytes_of_step(row)[1] / 1e9:.1f}" for row in three[1:])
         gain = _with_range(*three[1:])
-        table.append((label, *ms, gain, " / ".join(shares), " / ".join(nbytes)))
+        table.append((f"{tokens:,}", *ms, gain, " / ".join(shares), " / ".join(nbytes)))
     columns = ("tokens per GPU", "no optimizer, ms", "optax", "jdistadam")
     columns += ("tokens/s (least to most of the rounds)",)
     units = ("% of the peak FLOP/s: the three steps", "GB in a step: optax / jdistadam")

@@ -141,9 +141,9 @@ def ms_ahead(tokens):
     return rival - next(x["ms"] for x in rows if x["name"].endswith(f"/{OPTIM}"))
 
 
-def with_maxtext():
+def with_maxtext(record):
     """By how many percent optax's ZeRO-1 took less time with MaxText's flags than with none."""
-    found = row("bench_step/h200_x2/flags_8192", name=f"unrolled-8/{OPTAX_ZERO1}")["tried"]
+    found = row(f"bench_step/h200_x2/{record}", name=f"unrolled-8/{OPTAX_ZERO1}")["tried"]
     ms = {x["flags"]: statistics.median(x["rounds_ms"]) for x in found if "rounds_ms" in x}
     return 100 * (1 - ms["maxtext"] / ms["none"])
 
@@ -200,6 +200,11 @@ def of_llama(name):
 
 def gigabytes(found):
     return (found["argument_bytes"] + found["temporary_bytes"]) / 1e9
+
+
+def of_4096(name):
+    """A row on two GPUs with 4,096 tokens."""
+    return row("bench_step/h200_x2/tokens_4096", name=f"unrolled-4/{name}")
 
 
 def of_8192(name):
@@ -268,6 +273,14 @@ def speed(work):
 
 SEED0 = "h100_x4/600_steps_3e-4/jdistadam_seed0"
 LOSSES, LOSSES_OF_FOUR = "losses_over_seeds/h200/default", "losses_over_seeds/cpu/default"
+WAYS = "optax, reversed", "jdistadam", "jdistadam, float32 parameters"
+
+
+def distances_on_two():
+    """How far parameters on two GPUs are from optax's, by way and number of steps."""
+    return of("losses_over_seeds/h200_x2/default")["distances"]
+
+
 SENTENCES = {
     'it trains on {} % more tokens per second on two H200s ("optim"), and on {} % more on four': [
         (lambda: lead("h200_x2/tokens_1024", "unrolled-1", OPTIM), ".1f"),
@@ -301,11 +314,6 @@ SENTENCES = {
         (lambda: with_barrier(32768, PLAIN_ONCE)["percent"], ".1f"),
     ],
     "its model has {} kernels either way.": [(kernels_either_way, ".0f")],
-    "steps then took {} % longer with [8,192](../experiments/results/bench_step/h200_x2/ways_8192.json) "
-    "tokens, and {} % with": [
-        (lambda: over_xla("ways_8192", "unrolled-8", SENT_OVER_XLA), ".1f"),
-        (lambda: over_xla("ways_1024", "unrolled-1", SENT_OVER_XLA), ".1f"),
-    ],
     "in jdistadam's traced step {} ms, and kernels of the model {}.": [
         (lambda: of_step_on_two(1024, *UPDATE), ".1f"),
         (lambda: of_step_on_two(1024, "model"), ".1f"),
@@ -313,16 +321,23 @@ SENTENCES = {
     "GPU 0 waits {} ms for them in optax's fastest step.": [
         (lambda: scanned_phase(OPTAX_KEPT, "reduce-scatter", gpus=2), ".1f"),
     ],
-    "with collectives of up to 128 MiB: rounds range from {} to {} %.": [
-        (lambda choose=choose: lead("h200_x2/two_processes", "unrolled-8", OPTIM, choose), "+.1f")
-        for choose in (min, max)
+    '"optim" trains on {} % more tokens per second than FSDP gathered once with collectives of up to 128 MiB '
+    "with 1,024 tokens, and on {} % more with 8,192, where rounds range from {} to {} %.": [
+        (lambda: lead("h200_x2/two_processes", "unrolled-1", OPTIM), ".1f"),
+        *(
+            (lambda choose=choose: lead("h200_x2/two_processes", "unrolled-8", OPTIM, choose), digits)
+            for choose, digits in ((statistics.median, ".1f"), (min, "+.1f"), (max, "+.1f"))
+        ),
     ],
     "A [Llama-like model](../experiments/results/bench_step/h200_x2/llama_7b.json) of {}e9 parameters": [
         (lambda: of("bench_step/h200_x2/llama_7b")["rows"][0]["parameters"] / 1e9, ".2f"),
     ],
-    "trains on {} % more tokens per second than optax's FSDP with the faster of two sets of flags: steps "
-    "take {} and {} ms, and {} with no optimizer.": [
-        (lambda: lead("h200_x2/llama_7b", "scanned-2", SCANNED), ".1f"),
+    "trains on {} % more tokens per second than optax's FSDP with the faster of two sets of flags, and "
+    "rounds range from {} to {} %: steps take {} and {} ms, and {} with no optimizer.": [
+        *(
+            (lambda choose=choose: lead("h200_x2/llama_7b", "scanned-2", SCANNED, choose), digits)
+            for choose, digits in ((statistics.median, ".1f"), (min, "+.1f"), (max, "+.1f"))
+        ),
         *(
             (lambda name=name: llama(name)["ms"], ".1f")
             for name in (SCANNED, f"annotated_fsdp{TUNED}", "floor")
@@ -336,14 +351,18 @@ SENTENCES = {
     "jdistadam takes {} GB during a step, optax {}: sums": [
         (lambda: of_llama(SCANNED), ".1f"), (lambda: of_llama(f"annotated_fsdp{TUNED}"), ".1f"),
     ],
-    "it took {} % longer on two GPUs with 1,024 tokens per GPU, and {} % with 8,192, at an older revision; "
-    "with sums in bfloat16, it takes {} % and {} % longer.": [
-        (lambda: over_xla("ways_1024", "unrolled-1", SENT_OVER_XLA), ".0f"),
-        (lambda: over_xla("ways_8192", "unrolled-8", SENT_OVER_XLA), ".0f"),
+    "it takes {} % longer on two GPUs with 1,024 tokens per GPU, and {} % with 8,192; with sums in bfloat16, "
+    "{} % and {} %.": [
+        (lambda: over_xla("sums_over_xla_1024", "unrolled-1", SENT_OVER_XLA), ".0f"),
+        (lambda: over_xla("sums_over_xla_8192", "unrolled-8", SENT_OVER_XLA), ".0f"),
         (lambda: over_xla("tokens_1024", "unrolled-1"), ".0f"),
         (lambda: over_xla("tokens_8192", "unrolled-8"), ".0f"),
     ],
-    "but for ZeRO-1 with 8,192, which took {} % less time with MaxText's.": [(with_maxtext, ".1f")],
+    "but for ZeRO-1 with 8,192, which took {} % less time with MaxText's than with none, and in a [later "
+    "run](../experiments/results/bench_step/h200_x2/sums_over_xla_8192.json) {} % more.": [
+        (lambda: with_maxtext("flags_8192"), ".1f"),
+        (lambda: -with_maxtext("sums_over_xla_8192"), ".1f"),
+    ],
     "in four rounds of [another run](../experiments/results/vectors_behind_barrier/h200_x2/tokens_8192.json) "
     "with 8,192 tokens, jdistadam was {} to {} % ahead of ZeRO-1.": [
         (lambda: min(ahead_in_four_rounds()), ".1f"), (lambda: max(ahead_in_four_rounds()), ".1f"),
@@ -357,6 +376,10 @@ SENTENCES = {
     ],
     "no step with an update exceeds {} % of the peak** FLOP/s, and gradients alone reach {} %.": [
         (lambda: max(utilizations_1024()[1:]), ".0f"), (lambda: utilizations_1024()[0], ".0f"),
+    ],
+    "where jdistadam reaches {} % and was not traced, updates and waits take {} ms more than no optimizer.": [
+        (lambda: 100 * of_4096(OPTIM)["model_flops_utilization"], ".1f"),
+        (lambda: of_4096(OPTIM)["above_floor_ms"], ".1f"),
     ],
     "jdistadam gathered once trains on {} % more tokens per second than optax with 1,024 tokens, and takes as "
     "long with 8,192: rounds range from {} to {} %.": [
@@ -423,7 +446,11 @@ SENTENCES = {
     "standard errors of {}, {} and {}.": [
         (lambda way=way, key=key: of(LOSSES_OF_FOUR)["differences"][way][key], ".3f")
         for key in ("mean", "error")
-        for way in ("optax, reversed", "jdistadam", "jdistadam, float32 parameters")
+        for way in WAYS
+    ],
+    "after {} steps, the distances are {} for the control, {} for jdistadam and {} with float32 parameters": [
+        (lambda: int(max(distances_on_two()[WAYS[0]], key=int)), "d"),
+        *((lambda way=way: distances_on_two()[way]["200"], ".4f") for way in WAYS),
     ],
     "From three seeds, chance alone gives so many standard errors in {} % of cases.": [(by_chance, ".0f")],
     "takes {} to {} % less time than XLA's program for `optax.adamw` on GPT-2.": [
