@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam.core import trees
 from jdistadam.core.hyperparameters import check_step_count
+from jdistadam.core.storage import MOMENTS
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.global_arrays import copy_of, copy_to, fetch
 from jdistadam.distributed.main_params import round_to_comm_dtype
@@ -78,7 +79,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     main = [x.astype(np.float32) for x in _main_leaves(view, state.params, sharded)]
     count = np.asarray(sharded.count)
     moments = {
-        name: treedef.unflatten(view.to_host(name, getattr(sharded, name))) for name in _MOMENTS
+        name: treedef.unflatten(view.to_host(name, getattr(sharded, name))) for name in MOMENTS
     }
     adam, *rest = _optax_template(tx, state.params)
     counts = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
@@ -230,7 +231,6 @@ def _as_after(steps: int, tx: DistributedTransformation, params: Params) -> Para
     return jax.jit(functools.partial(round_to_comm_dtype, schedule), out_shardings=placed)(params)
 
 
-_MOMENTS = optax.ScaleByAdamState._fields[1:]
 _DTYPES = (*trees.STORAGE_DTYPES, np.float64)  # those that can be rounded to policy.mu_dtype
 
 
@@ -249,7 +249,7 @@ def _as_state(
 ) -> DistributedState:
     """A distributed state with the count and the moments of optax's Adam."""
     arrays = {}
-    for name in _MOMENTS:
+    for name in MOMENTS:
         moments, path = getattr(adam, name), f"opt_state[0].{name}"
         trees.check_same_shapes(moments, params, name=path, like_name="params")
         trees.check_dtypes(
