@@ -105,7 +105,8 @@ class Storage:
     """The storage requested from an optimizer.
 
     Attributes:
-      mu: How first moments are stored. None: as float32, or in the dtype of the updated array.
+      mu: How first moments are stored. If ``mu_dtype`` is unset, they are float32 if state is
+        sharded; on one device they have the dtype of the updated array.
       nu: How second moments are stored.
       is_stochastic: Whether to round stochastically.
       seed: The seed of stochastic rounding.
@@ -113,7 +114,7 @@ class Storage:
         path, such as "['block']['w']". None: no others.
     """
 
-    mu: Codec | None = None
+    mu: Codec = FLOAT32
     nu: Codec = FLOAT32
     is_stochastic: bool = False
     seed: int = 0
@@ -159,7 +160,7 @@ class Storage:
 
     def codec_of(self, moment: str) -> Codec:
         """Returns how the moment "mu" or "nu" is stored, if that is decided here."""
-        return {"mu": self.mu or FLOAT32, "nu": self.nu}[moment]
+        return {"mu": self.mu, "nu": self.nu}[moment]
 
     def float_dtype(self, moment: str) -> jnp.dtype:
         """Returns the dtype of the moment "mu" or "nu" of leaves without codes."""
@@ -200,7 +201,7 @@ def parse(
             'Use "nearest" unless moments or parameters have 16 bits or less.'
         )
     is_stochastic = rounding == "stochastic"
-    mu = None if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
+    mu = FLOAT32 if mu_dtype is None else named_codec(mu_dtype) or float_codec(mu_dtype)
     nu = _nu_codec(nu_dtype)
     _check_seed(seed)
     storage = Storage(mu, nu, is_stochastic, int(seed or 0), float32_moments)
@@ -219,13 +220,12 @@ def parse(
             "Leave it out; for optax.inject_hyperparams name it in static_args.",
         ),
     )
-    coded = mu if mu is not None and mu.is_coded else None
-    if is_stochastic and coded is not None and not (nu.is_coded and nu.bits <= coded.bits):
-        _raise_unlike(coded, nu_dtype)
+    if is_stochastic and mu.is_coded and not (nu.is_coded and nu.bits <= mu.bits):
+        _raise_unlike(mu, nu_dtype)
     if not is_stochastic:
         _check_decays(storage, b1, b2)
-        if coded is None:
-            _warn_of_decay(storage.codec_of("mu"), b1)
+        if not mu.is_coded:
+            _warn_of_decay(mu, b1)
     return storage
 
 
@@ -262,7 +262,7 @@ def _check_decays(storage: Storage, b1: Any, b2: Any) -> None:
 
     A first moment in bfloat16 has only a warning, because optax has it too.
     """
-    mu, nu = storage.codec_of("mu"), storage.nu
+    mu, nu = storage.mu, storage.nu
     if nu.is_coded or (nu == BFLOAT16 and is_real(b2)):
         _check_decay("nu_dtype", "second", nu, "b2", b2)
     if mu.is_coded:
