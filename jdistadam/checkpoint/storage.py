@@ -26,7 +26,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +39,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jdistadam.checkpoint.checksum import PartialSums, partial_sums, totals
 from jdistadam.checkpoint.parts import Entry
+from jdistadam.core.trees import runs_within
 from jdistadam.distributed.global_arrays import compiled
 from jdistadam.errors import CheckpointError
 
@@ -92,18 +93,9 @@ class Read(NamedTuple):
         )
 
 
-def batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yields groups or reads in lists of at most BATCH_BYTES, or of a single larger one."""
-    batch: list[Any] = []
-    filled = 0
-    for item in items:
-        if batch and filled + item.nbytes > BATCH_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(item)
-        filled += item.nbytes
-    if batch:
-        yield batch
+def batches(items: Sequence[Any]) -> list[list[Any]]:
+    """Returns groups or reads in lists of at most BATCH_BYTES, or of a single larger one."""
+    return runs_within(items, [item.nbytes for item in items], BATCH_BYTES)
 
 
 def orbax() -> Any:
@@ -359,7 +351,7 @@ class Reader:
         """Returns the names of the arrays in a field of the state."""
         return [x for x in self.entries if x == field or x.startswith((f"{field}[", f"{field}."))]
 
-    def read(self, reads: Iterable[Read]) -> None:
+    def read(self, reads: Sequence[Read]) -> None:
         """Reads arrays in batches and passes them on; raises CheckpointError for a damaged one."""
         for batch in batches(reads):
             wanted = [one for read in batch for one in read.wanted]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ Grads: TypeAlias = Any
 OptState: TypeAlias = Any
 """The result of an optimizer's ``init``, ``update`` or ``step``."""
 
+
+T = TypeVar("T")
 
 STORAGE_DTYPES = tuple(map(jnp.dtype, FLOATS))
 """Dtypes that the kernel reads and writes."""
@@ -56,6 +59,28 @@ def batches_of_equals(kinds: Sequence[Any], most: int) -> list[list[int]]:
     full = [same[: ends[kind]] for kind, same in of_kind.items()]
     rest = sorted(i for kind, same in of_kind.items() for i in same[ends[kind] :])
     return [run[k : k + most] for run in (*full, rest) for k in range(0, len(run), most)]
+
+
+def runs_within(
+    items: Iterable[T], sizes: Iterable[int], most: int, *, most_items: float = math.inf
+) -> list[list[T]]:
+    """Splits items, in order, into runs of at most ``most`` in all, or of a single larger item.
+
+    An item of size 0 begins no run because of ``most``.
+
+    Example:
+      >>> runs_within("abcde", [2, 1, 7, 0, 1], 3)
+      [['a', 'b'], ['c', 'd'], ['e']]
+    """
+    runs, filled = list[list[T]](), 0
+    for item, size in zip(items, sizes, strict=True):
+        is_full = runs and (len(runs[-1]) >= most_items or (size and filled + size > most))
+        if not runs or is_full:
+            runs.append([])
+            filled = 0
+        runs[-1].append(item)
+        filled += size
+    return runs
 
 
 def is_traced(tree: Any) -> bool:

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jdistadam.core.trees import runs_within
 from jdistadam.distributed.config import DistributedConfig
 from jdistadam.distributed.flat_arrays import STEPPED, Window, window_of
 from jdistadam.distributed.layout import Bucket, Layout, aligned
@@ -141,15 +142,9 @@ def _merged(schedule: Schedule, indices: Sequence[int], overlaps: bool) -> list[
         spans = [[Span(i, schedule.layout.buckets[i])] for i in indices]
         ordered = _as_gradients_come(spans, schedule.order or ())
         indices = [span.bucket_index for (span,) in ordered]
-    groups, nbytes, most = list[list[int]](), 0, COPIED_BYTES if overlaps else MERGED_BYTES
-    for i in indices:
-        entry = schedule.buckets[i]
-        added = entry.whole_bytes if overlaps else entry.gathered_bytes
-        if not groups or (added and nbytes + added > most):
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(i)
-        nbytes += added
+    entries = (schedule.buckets[i] for i in indices)
+    nbytes = (x.whole_bytes if overlaps else x.gathered_bytes for x in entries)
+    groups = runs_within(indices, nbytes, COPIED_BYTES if overlaps else MERGED_BYTES)
     return [sorted(group) for group in groups]
 
 

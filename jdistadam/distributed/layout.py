@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistadam.core.codecs import BLOCK
+from jdistadam.core.trees import runs_within
 from jdistadam.distributed.layers import SCAN
 
 ALIGNMENT = 128
@@ -354,15 +355,11 @@ def _scatter_dim(leaf: Leaf, num_shards: int, leaf_alignment: int) -> int | None
 
 def _pack(leaves: Sequence[Leaf], members: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """Splits leaves into runs of one kind, none above bucket_bytes except for a single leaf."""
-    by_kind: dict[Any, list[list[int]]] = {}
-    filled: dict[Any, int] = {}
+    by_kind: dict[Any, list[int]] = {}
     for i in members:
         leaf = leaves[i]
         kind = (jnp.dtype(leaf.dtype), leaf.group, leaf.tensor_axes, leaf.is_coded)
-        nbytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
-        if kind not in by_kind or filled[kind] + nbytes > bucket_bytes:
-            by_kind.setdefault(kind, []).append([])
-            filled[kind] = 0
-        by_kind[kind][-1].append(i)
-        filled[kind] += nbytes
-    return [run for runs in by_kind.values() for run in runs]
+        by_kind.setdefault(kind, []).append(i)
+    nbytes = [leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
+    runs = (runs_within(x, [nbytes[i] for i in x], bucket_bytes) for x in by_kind.values())
+    return list(itertools.chain(*runs))

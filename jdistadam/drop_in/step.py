@@ -339,16 +339,10 @@ def _chunks(
 ) -> Iterator[tuple[Any, list[int]]]:
     """Splits calls of many leaves, or of large ones, into several."""
     for key, indices in calls.items():
-        chunk, filled = list[int](), 0
-        for i in indices:
-            moment = getattr(leaves[i].mu, "codes", leaves[i].mu)
-            nbytes = moment.size * moment.dtype.itemsize
-            if chunk and (len(chunk) == _LEAVES_A_CALL or filled + nbytes > _BYTES_A_CALL):
-                yield key, chunk
-                chunk, filled = [], 0
-            chunk.append(i)
-            filled += nbytes
-        yield key, chunk
+        moments = (getattr(leaves[i].mu, "codes", leaves[i].mu) for i in indices)
+        nbytes = (x.size * x.dtype.itemsize for x in moments)
+        runs = trees.runs_within(indices, nbytes, _BYTES_A_CALL, most_items=_LEAVES_A_CALL)
+        yield from ((key, run) for run in runs)
 
 
 def _no_update(leaf: TreeLeaf) -> Any:
