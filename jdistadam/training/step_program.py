@@ -133,8 +133,7 @@ def as_sent(x: Any) -> jax.Array:
 
     Floats are at least float32; random keys are the words that they consist of.
     """
-    if trees.is_key(x):
-        return jax.random.key_data(x)
+    x = trees.words_of(x)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32) if is_float else None)
 
@@ -147,11 +146,9 @@ def _mean_over_devices(model_state: Any, kept: tuple[bool, ...], axes: Axes) -> 
     """
 
     def mean(x: jax.Array, is_kept: bool) -> jax.Array:
-        if trees.is_key(x):
-            words = collectives.all_reduce_max(as_sent(x), axes)
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return collectives.all_reduce_max(x, axes)
+            most = collectives.all_reduce_max(as_sent(x), axes)
+            return trees.from_words(most, trees.impl_of_key(x))
         return x if is_kept else collectives.all_reduce_mean(as_sent(x), axes).astype(x.dtype)
 
     treedef: Any = jax.tree.structure(model_state)
