@@ -41,12 +41,12 @@ def is_written_whole(config: DistributedConfig, bucket: Bucket) -> bool:
     return is_whole and steps_on_parts(config, bucket)
 
 
-def adding(config: DistributedConfig, call: Call, norm_scale: Any) -> Adding | None:
+def adding(config: DistributedConfig, call: Call) -> Adding | None:
     """How the kernel of a call adds parts, or takes their sums; None: it is no such kernel."""
     if not steps_on_parts(config, call.buckets[0]):
         return None
     cuts = [Cut(x.shard_shape, x.cut_dim, config.transport.groups) for x in call.buckets]
-    return Adding(cuts, norm_scale, is_written_whole(config, call.buckets[0]))
+    return Adding(cuts, is_written_whole(config, call.buckets[0]))
 
 
 def added(

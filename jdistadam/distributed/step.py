@@ -11,7 +11,7 @@ import optax
 
 from jdistadam.core import collectives, trees
 from jdistadam.core.collectives import make_primitive
-from jdistadam.core.guards import LossScaleState, norm_scale
+from jdistadam.core.guards import LossScaleState
 from jdistadam.core.hyperparameters import coefficient
 from jdistadam.core.trees import Grads, Params
 from jdistadam.distributed import host_memory, packing
@@ -127,7 +127,6 @@ def _updated(
         grads=summed.arrays,
         state=state,
         params=leaves,
-        norm_scale=norm_scale(scaling),
     )
     if is_late:
         tiles = [x if known is None else known for known, x in zip(tiles, done.tiles, strict=True)]

@@ -53,7 +53,6 @@ def update_shards(
     grads: Sequence[jax.Array],
     state: DistributedState,
     params: Sequence[Any],
-    norm_scale: Any,
 ) -> ShardUpdate:
     """Updates the flat state in place, and gathers new parameters, in the order of ``make_calls``.
 
@@ -66,7 +65,6 @@ def update_shards(
       grads: This device's shard of the summed gradient of each bucket, or its parts.
       state: The state.
       params: Leaves of the params, in the form that this device holds.
-      norm_scale: The factor of sums in the norm of gradients whose parts it adds.
     """
     layout, buckets = schedule.layout, schedule.layout.buckets
     old = [_old_params(config, bucket, params) for bucket in buckets]
@@ -90,7 +88,7 @@ def update_shards(
                 call.buckets[0].dtype,
                 rounding,
                 squares_request(config, layout, call.buckets),
-                adding(config, call, norm_scale),
+                adding(config, call),
             )
         )
         squares.append((call.buckets, new.squares))

@@ -78,12 +78,10 @@ class Adding(NamedTuple):
 
     Attributes:
       cuts: How each is cut.
-      norm_scale: The factor of a sum before it is squared for the norm, shape (), float32. None: 1.
       is_whole: Whether new parameters are whole arrays, of which this device's shard is written.
     """
 
     cuts: Sequence[Cut]
-    norm_scale: Any
     is_whole: bool
 
 
@@ -124,7 +122,7 @@ def step_parts(
     """
     grads, (main,), (mu,), (nu,) = operands.grads, operands.params, operands.mu, operands.nu
     summed, cuts, is_whole = not isinstance(grads[0], Parts), adding.cuts, adding.is_whole
-    scale = jnp.ones((), jnp.float32) if adding.norm_scale is None else adding.norm_scale
+    scale = jnp.ones((), jnp.float32)  # of the norm: gradients with a loss scale are added before
     arrays = list(grads) if summed else [*(x.own for x in grads), *(x.received for x in grads)]
     numbers, arrays, state = collectives.vary_together(((scale, *scalars), arrays, (main, mu, nu)))
     state = native.unfused(state)
