@@ -158,7 +158,7 @@ def casts_inside(size, workload, attention):
     return of_wide_layers
 
 
-def measure(size, workload, sharding, groups, rounds, calls, has_wrappers):
+def measure(size, workload, sharding, rounds, calls, has_wrappers):
     """Records of all rows of a workload."""
     on_gpu = jax.devices()[0].platform == "gpu"
     shapes = model.shapes(size, workload.is_scanned)
@@ -172,8 +172,6 @@ def measure(size, workload, sharding, groups, rounds, calls, has_wrappers):
     made = []
     for name, row in rows(has_wrappers, workload.is_scanned).items():
         group = name.split("/")[0]
-        if groups and group not in groups:
-            continue
         loss = casts_inside(size, workload, attention) if group == "inside" else casts_first
         stored = jax.tree.map(
             lambda x, name=name: jax.ShapeDtypeStruct(x.shape, dtype_of(name)), shapes
@@ -209,7 +207,6 @@ def main():
     parser = command_line.make_parser(__doc__)
     parser.add_argument("--size", choices=model.SIZES, help="default: gpt-1.3b on a GPU, else tiny")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of which the first wraps")
-    parser.add_argument("--groups", default="", help="such as plain,MultiSteps; default: all")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
         "--calls", type=int, default=CALLS, help="timed calls of a row and round: times 4"
@@ -230,7 +227,6 @@ def main():
                 model.SIZES[size_name],
                 workload,
                 sharding,
-                args.groups.split(",") if args.groups else [],
                 args.rounds,
                 args.calls,
                 name == names[0],

@@ -124,8 +124,9 @@ def setup_jdistadam(args, mesh, model, params, specs):
     if gathers_scanned or args.gathered_in_model:
         model = model.clone(gather=functools.partial(jda.gather_params, tx=tx))
     loss = gpt.loss_fn(model)
-    low, vector = DTYPES[args.param_dtype], DTYPES[args.vector_dtype]
-    dtypes = jax.tree.map(lambda is_matrix: low if is_matrix else vector, matrices(params))
+    # Biases and norm scales are in float32: near 1, bfloat16 has steps of 1/128.
+    low = DTYPES[args.param_dtype]
+    dtypes = jax.tree.map(lambda is_matrix: low if is_matrix else jnp.float32, matrices(params))
     if can_resume(args):
         shapes = jda.TrainState.shapes(params, tx, param_dtypes=dtypes)
         state = jda.restore(args.out / CHECKPOINTS, shapes, tx)
@@ -207,7 +208,7 @@ def make_checkpointer(args, tx=None):
     folder = args.out / CHECKPOINTS
     if not args.resume and jda.checkpoint_steps(folder):
         sys.exit(f"{folder} has checkpoints: add --resume, or choose another --out")
-    return jda.Checkpointer(folder, tx, every=args.save_every, keep=args.keep)
+    return jda.Checkpointer(folder, tx, every=args.save_every, keep=2)
 
 
 class Run:

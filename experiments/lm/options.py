@@ -49,13 +49,8 @@ def _add_dtypes(add):
     add(
         "--param-dtype",
         choices=DTYPES,
-        help="dtype of the model's matrices; default: float32 on CPU, bfloat16 on GPU",
-    )
-    add(
-        "--vector-dtype",
-        choices=DTYPES,
-        default="float32",
-        help="dtype of biases and norm scales: near 1, bfloat16 has steps of 1/128",
+        help="dtype of the model's matrices, not of its vectors; default: float32 on CPU, bfloat16 "
+        "on GPU",
     )
     add(
         "--grad-comm-dtype",
@@ -127,8 +122,7 @@ def _add_run(add):
     add("--seed", type=int, default=0)
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
     add("--tensorboard", type=pathlib.Path, help="folder for files that TensorBoard shows")
-    add("--save-every", type=int, help="steps between checkpoints, in OUT/checkpoints")
-    add("--keep", type=int, default=2, help="how many checkpoints stay")
+    add("--save-every", type=int, help="steps between checkpoints, in OUT/checkpoints; two stay")
     add("--resume", action="store_true", help="go on from the newest checkpoint")
 
 
