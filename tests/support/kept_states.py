@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jdistadam as jda  # noqa: E402
 from jdistadam.checkpoint.contents import contents_of  # noqa: E402
+from jdistadam.core.trees import words_of  # noqa: E402
 
 RECORD = pathlib.Path(__file__).parent / "recorded" / "states.json"
 BF16 = ml_dtypes.bfloat16
@@ -146,10 +147,7 @@ def digest(*trees):
     """A digest of the paths, dtypes, shapes and bits of all leaves."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
-        leaf = (
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
-        x = np.asarray(whole(leaf))
+        x = np.asarray(whole(words_of(leaf)))
         found.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape} ".encode())
         found.update(np.ascontiguousarray(x).tobytes())
     return found.hexdigest()[:16]

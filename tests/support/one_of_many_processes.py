@@ -23,6 +23,7 @@ if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index, local_device_ids=mine)
 
 import jdistadam as jda  # noqa: E402
+from jdistadam.core.trees import words_of  # noqa: E402
 from support.given_gradients import SHAPES, make_tx, random_params  # noqa: E402
 
 STEPS = 4
@@ -65,8 +66,7 @@ def everywhere(tree, tx):
 
 
 def without_keys(tree):
-    is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    return jax.tree.map(words_of, tree)
 
 
 def main():

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.core.trees import words_of
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.compilations import num_compilations
 from support.fast_compilation import AS_FOR_USERS
@@ -195,10 +196,7 @@ CASES = {
 
 
 def on_host(tree):
-    leaves = [
-        jax.random.key_data(x) if "key<" in str(x.dtype) else x for x in jax.tree.leaves(tree)
-    ]
-    return jax.tree.map(np.array, leaves)
+    return [np.array(words_of(x)) for x in jax.tree.leaves(tree)]
 
 
 @few(1)

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 import jdistadam as jda
 from jdistadam.core.guards import GUARDS, continued
+from jdistadam.core.trees import words_of
 from support.bits import assert_trees_same_bits
 from support.lookalike import BF16, POLICIES, make_params, make_tx
 from support.paths import TESTS, environment
@@ -58,8 +59,7 @@ def batches():
 
 
 def on_host(tree):
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_key(x) else x), tree)
+    return jax.tree.map(lambda x: np.array(words_of(x)), tree)
 
 
 def assert_same(got, want):
