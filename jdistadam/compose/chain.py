@@ -31,6 +31,7 @@ from jdistadam.drop_in.transformation import (
     FusedTransformation,
     full_step_of,
     made_of,
+    no_params,
     takes_all,
 )
 from jdistadam.errors import PolicyError
@@ -184,7 +185,7 @@ class _Chain:
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
         if params is None:
-            raise ValueError(optax._src.base.NO_PARAMS_MSG)
+            raise no_params()
         if not isinstance(self.last, FusedTransformation):
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)

@@ -33,6 +33,7 @@ from jdistadam.drop_in.transformation import (
     FusedTransformation,
     has_full_step,
     made_of,
+    no_params,
     takes_all,
     with_state,
 )
@@ -212,7 +213,7 @@ class _Selections:
         """Takes the step of each optimizer with its leaves."""
         if how.mode == "step":
             if params is None:
-                raise ValueError(optax._src.base.NO_PARAMS_MSG)
+                raise no_params()
             trees.check_same_shapes(grads, params, name="grads", like_name="params")
         label_tree = self.labels(grads) if is_function(self.labels) else self.labels
         kind: Any = dict(kind=object, what="label", expected="a label")

@@ -24,6 +24,7 @@ from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
     made_of,
+    no_params,
     with_frozen,
     without_frozen,
 )
@@ -363,7 +364,7 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
         del extra_args  # like optax's own optimizers, which take none
         mode, reads_params = how.mode, needs_params or any(x.kind == "decay" for x in how.effects)
         if params is None and (reads_params or mode == "step"):
-            raise ValueError(optax._src.base.NO_PARAMS_MSG)  # optax has no public name for it
+            raise no_params()
         if mode == "update" and params is not None:
             params = _with_gradients(params, grads, state, reads_params)
         whole = grads if params is None else params
