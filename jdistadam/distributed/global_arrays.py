@@ -102,7 +102,7 @@ def is_at(x: Any, place: Any, *, exactly: bool) -> bool:
         device P("data") does too; on Explicit axes these are different types, and so is an array
         of a mesh with Auto axes.
     """
-    if not isinstance(x, jax.Array):
+    if not trees.is_concrete(x):
         return False
     if exactly or x.sharding == place:
         return bool(x.sharding == place)

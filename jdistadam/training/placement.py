@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
 from jdistadam.core import collectives, trees
+from jdistadam.distributed.global_arrays import is_at
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import DtypeError, MeshError, ShapeError
 
@@ -44,7 +45,7 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
 
     def place(path: str, x: Any) -> Any:
         is_traced = isinstance(x, jax.core.Tracer)
-        if _is_at(x, sharding):
+        if is_at(x, sharding, exactly=True):
             return x
         x = _as_array(path, x)
         divides_by = config.parallel.num_devices if is_traced else num_local
@@ -90,11 +91,8 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
 def is_placed(batch: Any, sharding: NamedSharding) -> bool:
     """Whether shard_batch would return a batch unchanged."""
     leaves = jax.tree.leaves(batch)
-    return all(_is_at(x, sharding) and x.shape[:1] == leaves[0].shape[:1] != (0,) for x in leaves)
-
-
-def _is_at(x: Any, sharding: NamedSharding) -> bool:
-    return trees.is_concrete(x) and x.sharding == sharding
+    are_there = all(is_at(x, sharding, exactly=True) for x in leaves)
+    return are_there and all(x.shape[:1] == leaves[0].shape[:1] != (0,) for x in leaves)
 
 
 def check_batch_spec(spec: Any, tx: DistributedTransformation) -> None:
