@@ -16,7 +16,7 @@ import jax
 
 from jdistadam.distributed.transformation import DistributedTransformation
 
-_KNOWN, _RETURNED = "_params_made_with", "_returned"
+_ORIGIN = "_origin"
 
 
 @jax.tree_util.register_dataclass
@@ -43,18 +43,20 @@ class Leaves:
         return same and all(map(operator.is_, self.leaves, other.leaves))
 
 
-class Returned(NamedTuple):
-    """What a state that a step returned remembers.
+class _Origin(NamedTuple):
+    """What is recorded when a state is made.
 
     Attributes:
-      others: Its arrays apart from the params.
+      params: Its params: the rounded main parameters.
+      others: Its arrays apart from the params, if a step returned it.
       tx: The optimizer of the step.
       digest: The digest of its layout.
     """
 
-    others: Leaves
-    tx: DistributedTransformation
-    digest: bytes
+    params: Leaves
+    others: Leaves | None = None
+    tx: DistributedTransformation | None = None
+    digest: bytes | None = None
 
 
 class Memory(NamedTuple):
@@ -78,41 +80,38 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, state: Any) -> Memory:
         """The memory of a train state."""
-        params, known = Leaves.of(state.params), state.__dict__.get(_KNOWN)
-        has_params = known is not None and params.is_same(known)
-        found: Returned | None = state.__dict__.get(_RETURNED)
-        if found is None:
+        params = Leaves.of(state.params)
+        made: _Origin | None = state.__dict__.get(_ORIGIN)
+        has_params = made is not None and params.is_same(made.params)
+        if made is None or made.others is None:
             return cls(params, has_params)
-        arrays = (*(known.leaves if known else ()), *found.others.leaves)
-        if not _others(state).is_same(found.others):
+        arrays = (*made.params.leaves, *made.others.leaves)
+        if not _others(state).is_same(made.others):
             return cls(params, has_params, arrays)
-        return cls(params, has_params, arrays, found.tx, found.digest)
+        return cls(params, has_params, arrays, made.tx, made.digest)
 
 
-def remember_params(state: Any, params: Leaves | None = None) -> Any:
-    """Records that the params of a state are its rounded main parameters; returns the state.
-
-    Args:
-      state: The state.
-      params: Its params, if they are already flattened.
-    """
-    object.__setattr__(state, _KNOWN, Leaves.of(state.params) if params is None else params)
-    return state
+def remember_params(state: Any) -> Any:
+    """Records that the params of a state are its rounded main parameters; returns the state."""
+    return _with_origin(state, _Origin(Leaves.of(state.params)))
 
 
 def remember_returned(
     state: Any, params: Leaves, tx: DistributedTransformation, digest: bytes
 ) -> Any:
     """Records that a step returned all arrays of a state; returns the state."""
-    object.__setattr__(state, _RETURNED, Returned(_others(state), tx, digest))
-    return remember_params(state, params)
+    return _with_origin(state, _Origin(params, _others(state), tx, digest))
 
 
 def keep_memory(state: Any, new: Any) -> None:
     """Copies the memory of a state to another one with the same params and optimizer state."""
-    if _KNOWN in state.__dict__:
-        object.__setattr__(new, _KNOWN, state.__dict__[_KNOWN])
-        object.__setattr__(new, _RETURNED, state.__dict__.get(_RETURNED))
+    if _ORIGIN in state.__dict__:
+        _with_origin(new, state.__dict__[_ORIGIN])
+
+
+def _with_origin(state: Any, made: _Origin) -> Any:
+    object.__setattr__(state, _ORIGIN, made)  # it is frozen
+    return state
 
 
 def _others(state: Any) -> Leaves:
