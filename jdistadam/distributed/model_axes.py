@@ -22,6 +22,7 @@ enters and leaves its region with such shards stacked (``training/partitioned.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,10 +61,7 @@ def init(
     config: DistributedConfig, schedule: Schedule, specs: DistributedState, params: Params
 ) -> DistributedState:
     """``init_local`` for params in the form of this region."""
-
-    def local(params: Params) -> DistributedState:
-        return init_local(config, schedule.layout, params)
-
+    local = functools.partial(init_local, config, schedule.layout)
     if not axes_left_to_xla(config.parallel):
         return local(params)
     return _manual(config, local, (params,), (config.tensor_specs(params),), specs)
@@ -107,15 +105,12 @@ def step(
 
 def init_grads(config: DistributedConfig, schedule: Schedule) -> AccumulatedGrads:
     """``init_grads_local``."""
+    local = functools.partial(init_grads_local, config, schedule)
     if not axes_left_to_xla(config.parallel):
-        return init_grads_local(config, schedule)
-
-    def local() -> tuple[Any, Any]:
-        zeros = init_grads_local(config, schedule)
-        return zeros.sums, zeros.weight
-
-    sums, weight = _manual(config, local, (), (), (_specs_of_sums(config, schedule), P()))
-    return AccumulatedGrads(sums, weight, likeness(schedule))
+        return local()
+    specs = AccumulatedGrads(_specs_of_sums(config, schedule), P(), likeness(schedule))
+    zeros: AccumulatedGrads = _manual(config, local, (), (), specs)
+    return zeros
 
 
 def accumulate(
@@ -127,31 +122,19 @@ def accumulate(
     weighted_in: str | None = None,
 ) -> AccumulatedGrads:
     """``accumulate_local``."""
-
-    def add(acc: AccumulatedGrads, grads: Grads, weight: Any) -> AccumulatedGrads:
-        return accumulate_local(config, acc, grads, weight, weighted_in=weighted_in)
-
+    local = functools.partial(accumulate_local, config, weighted_in=weighted_in)
     if not axes_left_to_xla(config.parallel) or not isinstance(acc, AccumulatedGrads):
-        return add(acc, grads, weight)
-
-    def local(acc: AccumulatedGrads, grads: Grads, weight: Any) -> tuple[Any, Any]:
-        acc = add(acc, grads, weight)
-        return acc.sums, acc.weight
-
+        return local(acc, grads, weight)
     of_acc, like = _specs_of(config, acc, None), acc.like_params()
     _check_like(grads, like, "accumulated grads")
     specs = (of_acc, config.tensor_specs(like), P())
-    sums, weight = _manual(config, local, (acc, grads, weight), specs, (of_acc.sums, P()))
-    return dataclasses.replace(acc, sums=sums, weight=weight)
+    added: AccumulatedGrads = _manual(config, local, (acc, grads, weight), specs, of_acc)
+    return added
 
 
 def grad_norm(config: DistributedConfig, schedule: Schedule, grads: Grads, state: Any) -> jax.Array:
     """``grad_norm_local``."""
-
-    def local(grads: Grads, scaling: Any) -> jax.Array:
-        return grad_norm_local(config, schedule, grads, scaling)
-
-    scaling = scaling_of(config, state)
+    local, scaling = functools.partial(grad_norm_local, config, schedule), scaling_of(config, state)
     if not axes_left_to_xla(config.parallel):
         return local(grads, scaling)
     specs = (_specs_of(config, grads, schedule.whole()), P())
