@@ -112,7 +112,7 @@ class Forward:
 
 
 def _no_argument(x: Any) -> Any:
-    is_vector = not is_shard(x) and jnp.ndim(x) < 2 and not trees.is_key(x)
+    is_vector = not is_shard(x) and x.ndim < 2
     return jax.lax.optimization_barrier(x) if is_vector else x
 
 
