@@ -110,7 +110,7 @@ def refuse_empty_leaves(mesh: Mesh, params: Any) -> None:
     """Raises if XLA would crash: see compat.shard_map, which train_step uses."""
     if not crashes_on_empty_arrays(mesh):
         return
-    for path, x in zip(trees.paths(params, "params"), jax.tree.leaves(params), strict=True):
+    for path, x in trees.named_leaves(params, "params"):
         if not np.size(x):
             raise ShapeError(
                 f"{path}: zero-size arguments of jax.shard_map crash jax 0.11 on "

@@ -32,9 +32,14 @@ STORAGE_DTYPES = tuple(map(jnp.dtype, FLOATS))
 """Dtypes that the kernel reads and writes."""
 
 
+def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
+    """Returns the leaves of a tree, each with its path without boxes: ``params['block']['w']``."""
+    return [(name + jax.tree_util.keystr(path), x) for path, x in leaves_with_path(tree)]
+
+
 def paths(tree: Any, name: str) -> list[str]:
-    """Returns the path of every leaf without boxes, e.g. ``params['block']['w']``."""
-    return [name + jax.tree_util.keystr(path) for path, _ in leaves_with_path(tree)]
+    """Returns the paths of ``named_leaves``."""
+    return [path for path, _ in named_leaves(tree, name)]
 
 
 def parts_of(tree: Any, kind: Any) -> list[Any]:
@@ -191,8 +196,7 @@ def _short(text: str, other: str) -> tuple[str, str]:
 def check_same_shapes(tree: Any, like: Any, *, name: str, like_name: str) -> None:
     """Raises TreeError or ShapeError unless every leaf has the shape of its counterpart."""
     check_same_structure(tree, like, name=name, like_name=like_name)
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
-    for path, (x, y) in zip(paths(tree, name), pairs, strict=True):
+    for (path, x), y in zip(named_leaves(tree, name), jax.tree.leaves(like), strict=True):
         if np.shape(x) != np.shape(y):
             raise ShapeError(
                 f"{path}: shape differs from {like_name}: got {np.shape(x)}, expected "
@@ -206,7 +210,7 @@ def check_numbers(tree: Any, *, name: str) -> None:
     Arrays of random keys raise, though optax makes a state for them.
     """
     _refuse_state(tree, name)
-    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+    for path, x in named_leaves(tree, name):
         is_array = hasattr(x, "dtype") and not is_key(x)
         if not is_array and not isinstance(x, bool | int | float | complex):
             what = "not an array of numbers" if is_key(x) else "not an array"
@@ -229,7 +233,7 @@ def refuse_shapes(
     tree: Any, *, name: str, action: str = "Pass arrays; for shapes alone use jax.eval_shape."
 ) -> None:
     """Raises TreeError if a leaf is a ``jax.ShapeDtypeStruct``."""
-    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+    for path, x in named_leaves(tree, name):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TreeError(
                 f"{path}: a shape, not an array: got {x}, expected a jax or numpy array. {action}"
@@ -239,7 +243,7 @@ def refuse_shapes(
 def check_arrays(tree: Any, *, name: str) -> None:
     """Raises TreeError for a shape, DtypeError for anything else but arrays and numbers."""
     refuse_shapes(tree, name=name)
-    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+    for path, x in named_leaves(tree, name):
         if not is_number(x):
             raise DtypeError(
                 f"{path}: not an array of numbers: got {x!r}, "
@@ -320,7 +324,7 @@ def check_dtypes(
     """Raises DtypeError unless every leaf has one of the allowed dtypes."""
     _refuse_state(tree, name)
     allowed = [jnp.dtype(dtype) for dtype in allowed]
-    for path, x in zip(paths(tree, name), jax.tree.leaves(tree), strict=True):
+    for path, x in named_leaves(tree, name):
         dtype = getattr(x, "dtype", None)
         if (
             dtype is None

@@ -157,7 +157,7 @@ def check_grads(
     axes = [axis for axis in config.parallel.data_axes if axis in known]
     if not axes:
         return  # shard_map runs with check_vma=False: types say nothing about reductions
-    for path, grad in zip(trees.paths(grads, "grads"), jax.tree.leaves(grads), strict=True):
+    for path, grad in trees.named_leaves(grads, "grads"):
         missing = [axis for axis in axes if axis not in collectives.varying_axes(grad)]
         if missing and np.size(grad):  # compat.shard_map makes zero-size ones anew
             raise MeshError(

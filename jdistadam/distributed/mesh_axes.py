@@ -299,10 +299,9 @@ def shapes_on_a_device(parallel: DataParallel, params: Params, specs: list[P]) -
     """Returns the shapes of global params on one device, cut only by tensor axes."""
     if not any(map(axes_of, specs)):
         return params
-    paths = trees.paths(params, "params")
     leaves = [
         jax.ShapeDtypeStruct(_shape_on_a_device(parallel, path, x.shape, spec), x.dtype)
-        for path, x, spec in zip(paths, jax.tree.leaves(params), specs, strict=True)
+        for (path, x), spec in zip(trees.named_leaves(params, "params"), specs, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 

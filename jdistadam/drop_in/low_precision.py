@@ -40,11 +40,11 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
 
     ``updated``: the params, or the arrays that are stepped in their place.
     """
-    paths = trees.paths(params, "")
-    storage.check_paths(dict(zip(paths, map(np.size, jax.tree.leaves(params)), strict=True)))
+    named = trees.named_leaves(params, "")
+    storage.check_paths({path: np.size(x) for path, x in named})
 
-    stored = map(jax.tree.leaves, (params, updated, state[0].mu, state[0].nu))
-    for path, param, *others in zip(paths, *stored, strict=True):
+    stored = map(jax.tree.leaves, (updated, state[0].mu, state[0].nu))
+    for (path, param), *others in zip(named, *stored, strict=True):
         is_coded = storage.is_coding and storage.is_coded(path, param)
         is_rounded = storage.is_stochastic and any(jnp.result_type(x) in HALVES for x in others)
         if is_coded or (is_rounded and np.size(param)):
@@ -56,9 +56,7 @@ def new_state(storage: Storage, params: Params, updated: Params, state: OptState
             return tree
         leaves = [
             _zeros(param, codec) if storage.is_coded(path, param) else zeros
-            for path, param, zeros in zip(
-                paths, jax.tree.leaves(params), jax.tree.leaves(tree), strict=True
-            )
+            for (path, param), zeros in zip(named, jax.tree.leaves(tree), strict=True)
         ]
         return trees.codes_outside(jax.tree.unflatten(jax.tree.structure(params), leaves))
 
@@ -88,10 +86,8 @@ def split_key(storage: Storage, state: OptState) -> tuple[Any, OptState]:
 
 def check_coded(storage: Storage, params: Params, moments: Any, *, name: str, codec: Codec) -> None:
     """Raises DtypeError unless this optimizer's coded leaves, and only these, use its codec."""
-    paths = trees.paths(params, "")
-    for path, param, moment in zip(
-        paths, jax.tree.leaves(params), moment_leaves(moments), strict=True
-    ):
+    named = trees.named_leaves(params, "")
+    for (path, param), moment in zip(named, moment_leaves(moments), strict=True):
         expected = codec if codec.is_coded and storage.is_coded(path, param) else None
         if is_codes(moment) != (expected is not None):
             raise DtypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ def new_main_params(kind: Codec, params: Params) -> Any:
         check_main_dtype(kind, path, param.dtype)
         return trees.placed_like(param, jnp.zeros_like(param, kind.dtype))
 
-    leaves = map(new, trees.paths(params, "params"), jax.tree.leaves(params))
+    leaves = itertools.starmap(new, trees.named_leaves(params, "params"))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
@@ -89,8 +90,8 @@ def main_leaves(kind: Codec, main_params: Any, params: Params) -> list[Any]:
         mains = treedef.flatten_up_to(main_params)
     except (ValueError, TypeError):
         raise _differs(main_params, params) from None
-    names = trees.paths(params, "opt_state.main_params")
-    for name, main, param in zip(names, mains, jax.tree.leaves(params), strict=True):
+    named = trees.named_leaves(params, "opt_state.main_params")
+    for (name, param), main in zip(named, mains, strict=True):
         _check_main(name, kind, main, param)
     return [None if isinstance(main, optax.MaskedNode) else main for main in mains]
 
@@ -242,9 +243,8 @@ def check_trees(
     # optax's nu has the params' dtypes: without params, nu shows which are integers
     dtype_like = nu if params is None else params
     _check_dtypes(grads, dtype_like, name="grads", action="Cast the gradients.")
-    for path, grad, param in zip(
-        trees.paths(grads, "grads"), jax.tree.leaves(grads), jax.tree.leaves(like), strict=True
-    ):
+    named = trees.named_leaves(grads, "grads")
+    for (path, grad), param in zip(named, jax.tree.leaves(like), strict=True):
         if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
             raise DtypeError(
                 f"{path}: complex, but its parameter is not, so the imaginary part would be lost: "

@@ -70,7 +70,7 @@ def agree(
         return
     of_call = _facts_of(config, params) | facts()
     if lower is not None:
-        leaves = dict(zip(trees.paths(batch, "batch"), jax.tree.leaves(batch), strict=True))
+        leaves = dict(trees.named_leaves(batch, "batch"))
         is_copied = config.transport.is_peer
         sizes = {
             path: f"shape {x.shape}" if is_copied else f"{x.ndim} dimensions"
@@ -153,8 +153,7 @@ def values_of(**trees_by_name: Any) -> Facts:
         return f"{path} {values.dtype} {values.shape} with digest {digest}"
 
     def lines(name: str, tree: Any) -> str:
-        pairs = zip(trees.paths(tree, name), jax.tree.leaves(tree), strict=True)
-        return "\n".join(itertools.starmap(text, pairs)) or "none"
+        return "\n".join(itertools.starmap(text, trees.named_leaves(tree, name))) or "none"
 
     return {f"values of {name}": lines(name, tree) for name, tree in trees_by_name.items()}
 

@@ -14,6 +14,7 @@ product is computed once, in the kernel of the norm.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -350,5 +351,5 @@ def _split(batch: Any, accumulate_steps: int) -> Any:
             )
         return x.reshape(accumulate_steps, x.shape[0] // accumulate_steps, *x.shape[1:])
 
-    leaves = map(split, trees.paths(batch, "batch"), jax.tree.leaves(batch))
+    leaves = itertools.starmap(split, trees.named_leaves(batch, "batch"))
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)

@@ -177,9 +177,7 @@ def _check_model_state(new: Any, old: Any) -> None:
     name = "loss_fn's model_state"
     trees.check_same_shapes(new, old, name=name, like_name="the state's model_state")
     trees.check_arrays(new, name=name)
-    for path, x, like in zip(
-        trees.paths(new, name), jax.tree.leaves(new), jax.tree.leaves(old), strict=True
-    ):
+    for (path, x), like in zip(trees.named_leaves(new, name), jax.tree.leaves(old), strict=True):
         if _kind(x) > _kind(like) or (_kind(x) == _KEY) != (_kind(like) == _KEY):
             raise DtypeError(
                 f"{path}: would lose a part of its values: "
@@ -201,7 +199,7 @@ def _kind(x: Any) -> int:
 
 def _arrays(aux: Any) -> Any:
     """Raises DtypeError if a value to report is no array."""
-    for path, x in zip(trees.paths(aux, "loss_fn's aux"), jax.tree.leaves(aux), strict=True):
+    for path, x in trees.named_leaves(aux, "loss_fn's aux"):
         if not trees.is_number(x):
             raise DtypeError(
                 f"{path}: cannot leave a jitted program: got {x!r}, expected an array or a number. "

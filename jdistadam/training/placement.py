@@ -71,14 +71,14 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         return jax.device_put(compat.row_major(x), sharding)
 
-    arrays: list[Any] = jax.tree.leaves(batch)
-    paths = trees.paths(batch, "batch")
-    leaves = [place(path, x) for path, x in zip(paths, arrays, strict=True)]
-    for path, x in zip(paths, arrays, strict=True):
-        if np.ndim(x) and np.ndim(arrays[0]) and np.shape(x)[0] != np.shape(arrays[0])[0]:
+    named = trees.named_leaves(batch, "batch")
+    leaves = [place(path, x) for path, x in named]
+    for path, x in named:
+        name, first = named[0]
+        if np.ndim(x) and np.ndim(first) and np.shape(x)[0] != np.shape(first)[0]:
             raise ShapeError(
-                f"{path}: leading dimension differs from that of {paths[0]}: got {np.shape(x)[0]}, "
-                f"expected {np.shape(arrays[0])[0]}. Give every leaf one row for each example."
+                f"{path}: leading dimension differs from that of {name}: got {np.shape(x)[0]}, "
+                f"expected {np.shape(first)[0]}. Give every leaf one row for each example."
             )
         if np.shape(x)[:1] == (0,):
             raise ShapeError(
