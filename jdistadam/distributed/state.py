@@ -112,10 +112,14 @@ def check_own_state(state: Any) -> None:
         )
 
 
-def map_state(function: Callable[[DistributedState], Any], opt_state: OptState) -> Any:
-    """Replaces the DistributedState in a state that may be a chain's."""
+def map_state(
+    function: Callable[[DistributedState], Any],
+    opt_state: OptState,
+    others: Callable[[Any], Any] = lambda x: x,
+) -> Any:
+    """Maps the DistributedState in a state that may be a chain's, and the chain's other arrays."""
     return jax.tree.map(
-        lambda part: function(part) if is_distributed_state(part) else part,
+        lambda part: function(part) if is_distributed_state(part) else others(part),
         opt_state,
         is_leaf=is_distributed_state,
     )

@@ -84,11 +84,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     adam, *rest = _optax_template(tx, state.params)
     counts = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
     theirs = (adam._replace(count=count, **moments), *counts)
-    opt_state = jax.tree.map(
-        lambda part: theirs if is_distributed_state(part) else copy_of(part),
-        state.opt_state,
-        is_leaf=is_distributed_state,
-    )
+    opt_state = map_state(lambda _: theirs, state.opt_state, copy_of)
     extra = extra_state_of(state, tx)
     if sharded.ema is not None:
         extra = extra._replace(ema=jax.tree.map(fetch, ema_params(state, tx)))

@@ -17,7 +17,7 @@ from jdistadam.core.precision import float_dtype
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.checks import check_state
 from jdistadam.distributed.global_arrays import copy_to
-from jdistadam.distributed.state import find_state, is_distributed_state
+from jdistadam.distributed.state import find_state, map_state
 from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import TreeError
@@ -158,11 +158,9 @@ class TrainState:
         params = copy_to(params, tx.param_shardings(trained))
         model_state, rng = copy_to((model_state, rng), replicated)
         rounded = _rounded(tx, params, trained)
-        opt_state = jax.tree.map(  # other state of a chain may be the caller's too
-            lambda part: part if is_distributed_state(part) else copy_to(part, replicated),
-            tx.init(rounded),
-            is_leaf=is_distributed_state,
-        )
+        # Other state of a chain may be the caller's too.
+        copied = functools.partial(copy_to, sharding=replicated)
+        opt_state = map_state(lambda part: part, tx.init(rounded), copied)
         if param_dtypes is not None:
             view = StateView(tx.config, rounded)
             opt_state = view.with_exact_values(opt_state, params, rounded)
