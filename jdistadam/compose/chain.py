@@ -31,7 +31,6 @@ from jdistadam.drop_in.transformation import (
     FusedTransformation,
     full_step_of,
     made_of,
-    no_params,
     takes_all,
 )
 from jdistadam.errors import PolicyError
@@ -184,8 +183,7 @@ class _Chain:
     def step(
         self, grads: Grads, state: OptState, params: Params, **extra_args: Any
     ) -> tuple[Params, OptState]:
-        if params is None:
-            raise no_params()
+        trees.check_given(params)
         if not isinstance(self.last, FusedTransformation):
             trees.check_same_structure(grads, params, name="grads", like_name="params")
             updates, state = self.update(grads, state, params, **extra_args)

@@ -33,7 +33,6 @@ from jdistadam.drop_in.transformation import (
     FusedTransformation,
     has_full_step,
     made_of,
-    no_params,
     takes_all,
     with_state,
 )
@@ -212,8 +211,7 @@ class _Selections:
     ) -> FullResult:
         """Takes the step of each optimizer with its leaves."""
         if how.mode == "step":
-            if params is None:
-                raise no_params()
+            trees.check_given(params)
             trees.check_same_shapes(grads, params, name="grads", like_name="params")
         label_tree = self.labels(grads) if is_function(self.labels) else self.labels
         kind: Any = dict(kind=object, what="label", expected="a label")

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.core.arguments import FLOATS
@@ -96,6 +97,12 @@ def is_traced(tree: Any) -> bool:
 def is_concrete(x: Any) -> bool:
     """Whether ``x`` is a jax array that has values, unlike a traced one."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def check_given(params: Params) -> None:
+    """Raises optax's error if params are missing; optax has no public name for its text."""
+    if params is None:
+        raise ValueError(optax._src.base.NO_PARAMS_MSG)
 
 
 def check_same_structure(tree: Any, like: Any, *, name: str, like_name: str) -> None:

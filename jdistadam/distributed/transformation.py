@@ -23,7 +23,7 @@ from jdistadam.distributed.layout import Layout
 from jdistadam.distributed.mesh_axes import over_axes
 from jdistadam.distributed.schedule import Schedule
 from jdistadam.distributed.state import Functions, StepResult, find_state
-from jdistadam.drop_in.transformation import FusedTransformation, no_params
+from jdistadam.drop_in.transformation import FusedTransformation
 from jdistadam.errors import MeshError, PolicyError
 
 
@@ -90,8 +90,7 @@ class DistributedTransformation(FusedTransformation):
         return self
 
     def _step(self, grads: Grads, state: Any, params: Params, **extra_args: Any) -> StepResult:
-        if params is None:
-            raise no_params()
+        trees.check_given(params)
         compat.refuse_empty_leaves(self.config.mesh, params)
         find_state(state)
         shards = shard.as_shards(params)

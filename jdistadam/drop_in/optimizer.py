@@ -24,7 +24,6 @@ from jdistadam.drop_in.transformation import (
     FullResult,
     FusedTransformation,
     made_of,
-    no_params,
     with_frozen,
     without_frozen,
 )
@@ -363,8 +362,8 @@ def _fused(algorithm: Algorithm) -> FusedTransformation:
     ) -> FullResult:
         del extra_args  # like optax's own optimizers, which take none
         mode, reads_params = how.mode, needs_params or any(x.kind == "decay" for x in how.effects)
-        if params is None and (reads_params or mode == "step"):
-            raise no_params()
+        if reads_params or mode == "step":
+            trees.check_given(params)
         if mode == "update" and params is not None:
             params = _with_gradients(params, grads, state, reads_params)
         whole = grads if params is None else params

@@ -231,11 +231,6 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         return self
 
 
-def no_params() -> ValueError:
-    """Returns optax's error for params that are missing; optax has no public name for its text."""
-    return ValueError(optax._src.base.NO_PARAMS_MSG)
-
-
 def _is_distributed(tx: Any) -> bool:
     """Whether an optimizer is a ``DistributedTransformation``, which stands above this file."""
     return hasattr(tx, "config")
