@@ -113,14 +113,16 @@ def check_own_state(state: Any) -> None:
 
 
 def map_state(
-    function: Callable[[DistributedState], Any],
+    function: Callable[..., Any],
     opt_state: OptState,
-    others: Callable[[Any], Any] = lambda x: x,
+    *more: Any,
+    others: Callable[..., Any] = lambda x: x,
 ) -> Any:
     """Maps the DistributedState in a state that may be a chain's, and the chain's other arrays."""
     return jax.tree.map(
-        lambda part: function(part) if is_distributed_state(part) else others(part),
+        lambda x, *parts: (function if is_distributed_state(x) else others)(x, *parts),
         opt_state,
+        *more,
         is_leaf=is_distributed_state,
     )
 

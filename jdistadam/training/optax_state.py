@@ -20,7 +20,6 @@ from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.state import (
     DistributedState,
     find_state,
-    is_distributed_state,
     map_state,
 )
 from jdistadam.distributed.state_view import StateView
@@ -84,7 +83,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
     adam, *rest = _optax_template(tx, state.params)
     counts = jax.tree.map(lambda _: count, rest)  # all leaves but Adam's are step counts
     theirs = (adam._replace(count=count, **moments), *counts)
-    opt_state = map_state(lambda _: theirs, state.opt_state, copy_of)
+    opt_state = map_state(lambda _: theirs, state.opt_state, others=copy_of)
     extra = extra_state_of(state, tx)
     if sharded.ema is not None:
         extra = extra._replace(ema=jax.tree.map(fetch, ema_params(state, tx)))
@@ -202,15 +201,15 @@ def with_optax_state(
     opt_state = like_template(opt_state, map_state(lambda _: adam_template, state.opt_state))
     trees.check_arrays(opt_state, name="opt_state")
 
-    def convert(ours: Any, theirs: Any) -> Any:
-        if is_distributed_state(ours):
-            check_step_count("opt_state[0].count", theirs[0].count)
-            check_counts(theirs)
-            view = StateView(tx.config, state.params)
-            return _as_state(view, state.params, theirs[0], ours)
+    def converted(ours: DistributedState, theirs: Any) -> DistributedState:
+        check_step_count("opt_state[0].count", theirs[0].count)
+        check_counts(theirs)
+        return _as_state(StateView(tx.config, state.params), state.params, theirs[0], ours)
+
+    def copied(_: Any, theirs: Any) -> Any:
         return copy_to(theirs, NamedSharding(tx.config.mesh, P()))
 
-    new = jax.tree.map(convert, state.opt_state, opt_state, is_leaf=is_distributed_state)
+    new = map_state(converted, state.opt_state, opt_state, others=copied)
     state = TrainState(_as_after(int(find_state(new).count), tx, state.params), new)
     if extra_state is not None:
         check_extra_state(extra_state, state.step)

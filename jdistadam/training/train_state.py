@@ -160,7 +160,7 @@ class TrainState:
         rounded = _rounded(tx, params, trained)
         # Other state of a chain may be the caller's too.
         copied = functools.partial(copy_to, sharding=replicated)
-        opt_state = map_state(lambda part: part, tx.init(rounded), copied)
+        opt_state = map_state(lambda part: part, tx.init(rounded), others=copied)
         if param_dtypes is not None:
             view = StateView(tx.config, rounded)
             opt_state = view.with_exact_values(opt_state, params, rounded)
