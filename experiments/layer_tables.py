@@ -1,17 +1,7 @@
 """Tables of models that gather their layers, for update_readme.py."""
 
-import json
-import pathlib
-
 from lm import markdown
-
-RESULTS = pathlib.Path(__file__).parent / "results"
-
-
-def read(record):
-    """The results of scanned_memory.py."""
-    return json.loads((RESULTS / f"scanned_memory/h200/{record}.json").read_text())["results"]
-
+from records import results_of
 
 LAYERS = {  # row: model, its gathers in the forward and in the backward pass, their size
     "scanned, layer by layer": (
@@ -56,7 +46,8 @@ LAYERS = {  # row: model, its gathers in the forward and in the backward pass, t
 def gathered_when() -> str:
     """One line for each way to gather layers: when, and its cost with and without an axis."""
     records = [
-        {row["name"]: row for row in read(record)["rows"]} for record in ("unrolled", "model_axes")
+        {row["name"]: row for row in results_of(f"scanned_memory/h200/{record}")["rows"]}
+        for record in ("unrolled", "model_axes")
     ]
     columns = (
         "model",

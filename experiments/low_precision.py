@@ -121,9 +121,8 @@ def summary(runs):
     return found
 
 
-def table(run):
+def table(results):
     """One line per variant."""
-    results = run["results"]
     rows = [
         (
             way,
@@ -176,7 +175,7 @@ def main():
             print(f"seed {seed}, {way}: loss {got:.4f}, distance {distance:.3f}", flush=True)
             results = dict(runs=runs, summary=summary(runs))
             report.write_run(args.out, args.revision, **results)  # after each: nothing is lost
-    print(table({"results": results}))
+    print(table(results))
 
 
 if __name__ == "__main__":

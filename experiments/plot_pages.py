@@ -15,7 +15,8 @@ matplotlib.use("Agg")
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from lm.report import validation_losses
-from speed_tables import RESULTS, of_host_runs
+from records import RESULTS
+from speed_tables import of_host_runs
 from step_bench import model
 from step_bench.budget import bfloat16_shapes
 

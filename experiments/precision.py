@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 from lm import markdown
+from records import results_of
 
 POLICIES = {
     "float32 communication": ("--grad-comm-dtype", "float32"),
@@ -112,7 +113,7 @@ def states_table(*records):
         "change in validation loss, nats: small model",
         "the same: GPT-2 small",
     )
-    summaries = [json.loads(record.read_text())["results"]["summary"] for record in records]
+    summaries = [results_of(record)["summary"] for record in records]
     table = []
     for goal, main, moments, way in STATES:
         size = BYTES[main] + 2 * BYTES[moments]

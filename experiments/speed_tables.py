@@ -1,13 +1,11 @@
 """Tables of the records of bench_step.py, bench_kernel.py, bench_one_gpu.py and others."""
 
-import json
-import pathlib
 import statistics
 
 from lm import markdown
+from records import results_of
 from step_bench import tables
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 LOW_PRECISION = (  # row, bytes moved per parameter, its name here
     ("float32", "28", "float32 parameters and state"),
     ("bf16, remainder16", "26", '"remainder16", float32 moments'),
@@ -21,13 +19,9 @@ LOW_PRECISION = (  # row, bytes moved per parameter, its name here
 )
 
 
-def _results(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
-
-
 def low_precision_speed() -> str:
     """One line for each kind of state: time of a step of gpt2xl and share of the copy."""
-    rows = {row["variant"]: row for row in _results("bench_kernel/h200/low_precision")["rows"]}
+    rows = {row["variant"]: row for row in results_of("bench_kernel/h200/low_precision")["rows"]}
     first = rows["float32"]["wall_microseconds"]
     table = []
     for variant, nbytes, name in LOW_PRECISION:
@@ -52,7 +46,7 @@ def low_precision_speed() -> str:
 
 def group_rows(record, group) -> dict[str, dict]:
     """Rows of a record of bench_step.py for a workload such as "unrolled-8", by variant."""
-    names = ((row, row["name"].split("/")) for row in _results(record)["rows"])
+    names = ((row, row["name"].split("/")) for row in results_of(record)["rows"])
     return {name: row for row, (of, name) in names if of == group}
 
 
@@ -127,7 +121,7 @@ def clipped_steps(records, group) -> dict[str, dict]:
     found: dict[str, dict] = {}
     for record in records:
         batch = 0
-        for row in _results(f"bench_step/{record}")["rows"]:
+        for row in results_of(f"bench_step/{record}")["rows"]:
             of, name = row["name"].split("/")
             batch += name.endswith("floor")
             is_shown = name.endswith("floor") or "clip" in name.split("+")
@@ -250,7 +244,7 @@ def phases_of_two() -> str:
     """The same on two H200s, for each number of tokens."""
     table = []
     for tokens in (1024, 8192, 32768):
-        rows = _results(f"vectors_behind_barrier/h200_x2/tokens_{tokens}")["rows"]
+        rows = results_of(f"vectors_behind_barrier/h200_x2/tokens_{tokens}")["rows"]
         found = {_variant(row["name"].split("/")[1]): row["behind_barrier"] for row in rows}
         for variant, name in OF_STEPS.items():
             if variant in found:
@@ -393,7 +387,7 @@ def bytes_on_one_gpu() -> str:
     for way, name in names.items():
         cells = []
         for record in ONE_H200:
-            (listed,) = _results(f"bench_one_gpu/{record}")["workloads"].values()
+            (listed,) = results_of(f"bench_one_gpu/{record}")["workloads"].values()
             rows = {row["name"]: row for row in listed}
             cells.append(f"{rows[way]['ratio_to_optax']:.3f}")
         cells += [f"{rows[way][x] / 1e9:.1f}" for x in ("held_bytes", "temporary_bytes")]
@@ -407,7 +401,7 @@ def one_gpu() -> str:
     found = [
         (f"{record[:4].upper()}: {workload}", {row["name"]: row for row in listed})
         for record in ("h100/default", *ONE_H200)
-        for workload, listed in _results(f"bench_one_gpu/{record}")["workloads"].items()
+        for workload, listed in results_of(f"bench_one_gpu/{record}")["workloads"].items()
     ]
     ways = {
         "plain/step": "`step`",
@@ -441,7 +435,7 @@ def images() -> str:
             f"{row['images_per_second']:,.0f}",
             f"{row['milliseconds']:.1f} ({row['fastest']:.1f} to {row['slowest']:.1f})",
         )
-        for row in _results("bench_resnet/h200/default")["rows"]
+        for row in results_of("bench_resnet/h200/default")["rows"]
         if "formats" not in row["program"]
     ]
     return markdown.table(("program", "images per second", "ms per step"), table)
@@ -524,7 +518,7 @@ def largest_rows() -> dict[str, dict]:
     """For each kind of state of largest_model.py: the row of the largest model that fits."""
     largest = {}
     for record in LARGEST_RUNS:
-        for row in _results(f"largest_model/h100/{record}")["rows"]:
+        for row in results_of(f"largest_model/h100/{record}")["rows"]:
             kind = row["name"].partition("-")[0]
             if "seconds" in row and row["parameters"] >= largest.get(kind, row)["parameters"]:
                 largest[kind] = row
@@ -582,7 +576,7 @@ def _on_one_gpu() -> tuple[str, str]:
     """Percent more tokens/s than optax on one H200, and GB of both."""
     parts, sizes = [], []
     for record, name in zip(ONE_H200, ("scanned", "unrolled"), strict=True):
-        (listed,) = _results(f"bench_one_gpu/{record}")["workloads"].values()
+        (listed,) = results_of(f"bench_one_gpu/{record}")["workloads"].values()
         rows = {row["name"]: row for row in listed}
         more = 100 * (1 / rows["plain/step"]["ratio_to_optax"] - 1)
         parts.append(f"[{more:+.1f} %](experiments/results/bench_one_gpu/{record}.json) {name}")

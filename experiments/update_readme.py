@@ -4,7 +4,6 @@ python experiments/update_readme.py           # rewrites README.md and docs/*.md
 python experiments/update_readme.py --check   # exit code 1 if one of them is out of date
 """
 
-import json
 import pathlib
 import re
 import sys
@@ -14,9 +13,9 @@ import precision
 import public_names
 import speed_tables
 from lm import markdown
+from records import RESULTS, results_of
 
 ROOT = pathlib.Path(__file__).parent.parent
-RESULTS = ROOT / "experiments" / "results"
 
 
 def kernel_table() -> str:
@@ -35,7 +34,7 @@ def kernel_table() -> str:
     )
     table = []
     for name in ("bench_kernel/h200/default", "bench_kernel/h200/llama1b"):
-        results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+        results = results_of(name)
         for tree, hosts in results["hosts"].items():
             mine = {row["variant"]: row for row in results["rows"] if row["tree"] == tree}
             first = mine["float32"]
@@ -88,9 +87,8 @@ def strategies_table() -> str:
     table = []
     for folder in sorted((RESULTS / "train_lm/h200_x4/strategies").iterdir()):
         strategy, replicas = folder.name.rsplit("_", 1)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        last = {key: value for row in rows for key, value in row.items()}
-        r = json.loads((folder / "run.json").read_text())["results"]
+        curves, r = precision.read(folder)
+        last = {key: curve[max(curve)] for key, curve in curves.items()}
         cells = (
             f"`{strategy!r}`".replace("'", '"'),
             "4" if replicas == "1" else f"{replicas} x {4 // int(replicas)}",
@@ -107,12 +105,9 @@ def optax_losses_table() -> str:
     """One line for each seed of train_lm.py on four H100s."""
     table = []
     for seed in (0, 1, 2):
-        folders = (
-            RESULTS / f"train_lm/h100_x4/600_steps_3e-4/{optimizer}_seed{seed}"
-            for optimizer in ("optax_sharded", "jdistadam")
-        )
         optax, ours = (
-            json.loads((folder / "run.json").read_text())["results"] for folder in folders
+            results_of(f"train_lm/h100_x4/600_steps_3e-4/{optimizer}_seed{seed}/run")
+            for optimizer in ("optax_sharded", "jdistadam")
         )
         apart = ours["validation_loss"] - optax["validation_loss"]
         losses = (f"{x['validation_loss']:.4f}" for x in (optax, ours))
@@ -122,8 +117,7 @@ def optax_losses_table() -> str:
 
 def losses_over_seeds_table() -> str:
     """One line for each way to train: how far its last losses are from optax's."""
-    path = RESULTS / "losses_over_seeds/h200/default.json"
-    results = json.loads(path.read_text())["results"]
+    results = results_of("losses_over_seeds/h200/default")
     table = [
         (way, str(len(results["losses"][way])), f"{x['mean']:+.4f}", f"{x['error']:.4f}")
         for way, x in results["differences"].items()
@@ -133,8 +127,7 @@ def losses_over_seeds_table() -> str:
 
 def distances_table() -> str:
     """One line for each way to train: how far its parameters are from optax's after some steps."""
-    path = RESULTS / "losses_over_seeds/cpu/default.json"
-    found = json.loads(path.read_text())["results"]["distances"]
+    found = results_of("losses_over_seeds/cpu/default")["distances"]
     steps = next(iter(found.values()))
     table = [(way, *(f"{x[i]:.5f}" for i in steps)) for way, x in found.items()]
     return markdown.table(("distance from optax's after so many steps", *steps), table)
@@ -154,9 +147,7 @@ def plan_memory_table() -> str:
         "temporary: bound / allocator",
     )
     table = []
-    for row in json.loads((RESULTS / "plan_against_memory/h200_x4/default.json").read_text())[
-        "results"
-    ]["rows"]:
+    for row in results_of("plan_against_memory/h200_x4/default")["rows"]:
         cells = (
             f'`"{row["strategy"]}"`',
             _policy(row),
@@ -176,7 +167,7 @@ TABLES = {
     "distances": distances_table,
     "precision": lambda: precision.table(RESULTS / "precision/h200_x4/default"),
     "states": lambda: precision.states_table(
-        RESULTS / "low_precision/cpu/default.json", RESULTS / "low_precision/h200/150_steps.json"
+        "low_precision/cpu/default", "low_precision/h200/150_steps"
     ),
     "low_precision_speed": speed_tables.low_precision_speed,
     "everyday": speed_tables.everyday,
