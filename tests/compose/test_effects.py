@@ -15,6 +15,7 @@ from jdistadam.drop_in.effects import clip_factor
 from support.bits import assert_trees_same_bits
 from support.h200 import SIZES, placed
 from support.samples import few
+from support.steps import WAYS
 
 ADAM = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-9)
 HYPER = ADAM | dict(weight_decay=0.13)
@@ -52,10 +53,7 @@ def run(tx, config, *, steps=10, take="step", jitted=True, scale=lambda i: 1.0, 
     state = tx.init(params)
 
     def step(grads, state, params):
-        if take == "step":
-            return tx.step(grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return WAYS[take](tx, grads, state, params)
 
     step = jax.jit(step) if jitted else step
     for i in range(steps):

@@ -9,6 +9,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.samples import few
+from support.steps import by_step, by_update
 from support.ulp import assert_step_close
 
 ADAM = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-9)
@@ -46,15 +47,6 @@ def run(take, tx, params):
     for grads in gradients(params):
         params, state = step(grads, state, params)
     return params, state
-
-
-def by_step(tx, grads, state, params):
-    return tx.step(grads, state, params)
-
-
-def by_update(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 CASES = {

@@ -9,6 +9,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.samples import few
+from support.steps import by_step, by_update
 
 ADAM = dict(b1=0.87, b2=0.9973, eps=1e-7, eps_root=1e-9)
 HYPER = ADAM | dict(weight_decay=0.13)
@@ -32,15 +33,6 @@ def random(seed, dtype="float32"):
         shapes,
         is_leaf=lambda s: isinstance(s, tuple),
     )
-
-
-def by_step(tx, grads, state, params):
-    return tx.step(grads, state, params)
-
-
-def by_update(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 def run(tx, *, config="float32", take=by_step, steps=10, jitted=True, restored=False):

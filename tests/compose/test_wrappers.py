@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.samples import few
+from support.steps import by_update
 from support.trees import HYPER, random_tree
 
 MADE = {
@@ -167,11 +168,7 @@ def test_every_call_equals_update_of_optax(mean):
     params = their_params = random_tree(rng)
     state, their_state = ours.init(params), theirs.init(params)
 
-    @jax.jit
-    def their_step(grads, state, params):
-        updates, state = theirs.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    their_step = jax.jit(functools.partial(by_update, theirs))
     step, rejected = jax.jit(ours.step), 0
     for _ in range(12):
         grads = random_tree(rng)

@@ -1,5 +1,7 @@
 """The pieces of a custom training loop, with and without vma checks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from support.exact_sums import (
 )
 from support.own_loop import jit_over_mesh, make_own_step, own_state
 from support.samples import few, often
+from support.steps import by_update
 
 BF16 = jnp.bfloat16
 
@@ -93,18 +96,14 @@ def test_update_and_apply_is_step(cpu_mesh, check_vma):
     tx = make_tx(cpu_mesh(4), BF16)
     batch = jda.shard_batch(without_empty(exact_batch(np.random.default_rng(1))), tx)
 
-    def by_update(params, state, batch):
+    def train(take, params, state, batch):
         grads = jax.grad(linear_loss)(jda.local_params(params, tx), batch)
-        updates, state = tx.unwrapped().update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def by_step(params, state, batch):
-        return tx.step(jax.grad(linear_loss)(jda.local_params(params, tx), batch), state, params)
+        return take(grads, state, params)
 
     results = []
-    for function in (by_update, by_step):
+    for take in (functools.partial(by_update, tx.unwrapped()), tx.step):
         params, state = own_state(tx, without_empty(random_params(BF16)), check_vma)
-        own = jit_over_mesh(function, tx, check_vma)
+        own = jit_over_mesh(functools.partial(train, take), tx, check_vma)
         for _ in range(3):
             params, state = own(params, state, batch)
         results.append((params, state))

@@ -13,6 +13,7 @@ import jdistadam as jda
 from support.convolutions import SHAPES, loss
 from support.h200 import captured, collectives, placed
 from support.samples import few
+from support.steps import by_step, by_update
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
@@ -190,10 +191,7 @@ def test_a_clip_in_our_chain_writes_no_gradient(h200s, chain):
     args = placed(mesh, (params, jax.eval_shape(tx.init, params), params), P())
 
     def step(params, state, grads):
-        if chain is jda.chain:
-            return tx.step(grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return (by_step if chain is jda.chain else by_update)(tx, grads, state, params)
 
     text = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().as_text()
     entry = text[text.index("\nENTRY") :]

@@ -15,6 +15,7 @@ from jdistadam.errors import PolicyError
 from jdistadam.tools import hlo
 from support.bits import assert_trees_same_bits
 from support.samples import few, often
+from support.steps import WAYS
 
 # Far from the points where Adam has no derivative; decay of zero, where it has one.
 NUMBERS = dict(learning_rate=0.05, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, weight_decay=0.0)
@@ -45,10 +46,7 @@ def loss_after_training(make, method, scanned, numbers, params, loss):
     def body(carry, _):
         params, state = carry
         grads = jax.grad(loss)(params)
-        if method == "step":
-            return tx.step(grads, state, params), None
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
+        return WAYS[method](tx, grads, state, params), None
 
     carry = (params, tx.init(params))
     if scanned:

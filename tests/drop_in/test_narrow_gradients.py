@@ -22,6 +22,7 @@ from jdistadam.kernels.operands import Operands, Rounding, RoundingSpec, Scalars
 from support.bits import assert_trees_same_bits
 from support.h200 import placed
 from support.samples import few
+from support.steps import by_update
 
 HALVES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 D = 2048
@@ -83,14 +84,9 @@ def test_an_unrolled_model_has_no_wide_gradient(h200s):
     assert sorted(second[3:]) == sorted([f"bf16[{D},{D}]"] * 2 + [matrix] * 6)
     assert first[3:] == [f"f32[{D}]"] * 4
     assert not re.findall(rf"= f32\[{D},{D}\]\S* (?:convert|fusion)\(", text)
-    updating = functools.partial(with_updates, tx)
+    updating = functools.partial(by_update, tx)
     text = compiled(h200s(1), tx, unrolled, UNROLLED, x, step=updating).as_text()
     assert any(f"bf16[{D},{D}]" in x for x in operands(text))  # an update's, too
-
-
-def with_updates(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 @few(1)
@@ -109,7 +105,7 @@ def test_temporary_memory_is_optax_s(h200s, monkeypatch, norms):
     step = {"step": ours.step_with_norms} if norms else {}
     one, other = (
         compiled(h200s(1), tx, loss, params, x, **how).memory_analysis().temp_size_in_bytes
-        for tx, how in ((ours, step), (theirs, {"step": functools.partial(with_updates, theirs)}))
+        for tx, how in ((ours, step), (theirs, {"step": functools.partial(by_update, theirs)}))
     )
     assert one <= 1.01 * other + 2**20 * norms  # the sums of squares of runs
 

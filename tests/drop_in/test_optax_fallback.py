@@ -1,5 +1,7 @@
 """Leaves of dtypes that the kernels do not know: optax steps them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.samples import few, often
+from support.steps import by_update
 from support.trees import BF16, F32, HYPER
 
 
@@ -59,9 +62,7 @@ def test_other_numbers_are_left_to_optax(dtype):
         params = tree()
         state, their_state = ours.init(params), theirs.init(params)
         step = jax.jit(ours.step)
-        their_step = jax.jit(
-            lambda g, s, p: (lambda u, n: (optax.apply_updates(p, u), n))(*theirs.update(g, s, p))
-        )
+        their_step = jax.jit(functools.partial(by_update, theirs))
         their_params = params
         for _ in range(5):
             grads = tree()

@@ -19,6 +19,7 @@ from jdistadam.tools import hlo
 from support.bits import assert_same_bits
 from support.h200 import SIZES
 from support.samples import few, often
+from support.steps import WAYS, by_update
 
 HYPER = dict(learning_rate=3e-3, b1=0.87, b2=0.9973, weight_decay=0.13)
 SPECS = {"none": P(), "rows": P("data"), "columns": P(None, "data"), "model": P("model")}
@@ -153,10 +154,7 @@ def test_a_loop_carries_params_and_state_in_their_placement(method, axis_type):
     def steps(params, state, grads):
         def body(carry, _):
             params, state = carry
-            if method == "step":
-                return tx.step(grads, state, params), None
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
+            return WAYS[method](tx, grads, state, params), None
 
         return jax.lax.scan(body, (params, state), length=2)[0]
 
@@ -283,18 +281,15 @@ def received(text, unknown=8):
 
 
 def fused(method):
-    tx = jda.fused_adamw(**HYPER)
-    if method == "step":
-        return tx, lambda params, state, grads: tx.step(grads, state, params)
-    return unfused(tx)
+    return with_step(jda.fused_adamw(**HYPER), WAYS[method])
 
 
 def unfused(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    return with_step(tx, by_update)
 
-    return tx, step
+
+def with_step(tx, take):
+    return tx, lambda params, state, grads: take(tx, grads, state, params)
 
 
 def shapes(mesh, tx, names, shape=(1024, 512), leaves=("w",)):

@@ -12,6 +12,7 @@ from support.bits import assert_same_bits, assert_trees_same_bits
 from support.lookalike import BATCH, BF16, make_params, make_tx
 from support.optimizers import distributed_adamw
 from support.samples import few, often
+from support.steps import by_update
 
 
 def plain_loss(params, x):
@@ -247,8 +248,7 @@ def test_skips_in_an_own_loop_keep_the_chain(update):
         grads = jax.grad(plain_loss)(jda.local_params(params, tx), x)
         if not update:
             return tx.step(grads, opt_state, params)
-        updates, opt_state = tx.unwrapped().update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return by_update(tx.unwrapped(), grads, opt_state, params)
 
     own = jax.jit(
         jax.shard_map(
