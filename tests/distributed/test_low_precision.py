@@ -17,6 +17,7 @@ import jdistadam as jda
 from jdistadam.core.codecs import BLOCK8, BLOCK16, BlockCodes, codec_of, is_codes
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes
+from support.exact_sums import decays
 from support.h200 import compile_step
 from support.optimizers import distributed_adamw
 from support.samples import few, often
@@ -56,10 +57,6 @@ KINDS = {
 }
 STEPS = 10
 EXAMPLES = 16
-
-
-def decays(params):
-    return jax.tree.map(lambda x: len(x.shape) > 1, params)
 
 
 def random_params(shapes=SHAPES):

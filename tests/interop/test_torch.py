@@ -13,6 +13,7 @@ import pytest
 import jdistadam as jda
 from jdistadam import interop
 from support.bits import assert_same_bits, assert_trees_same_bits
+from support.exact_sums import decays
 from support.optimizers import distributed_adamw
 from support.samples import few, often
 
@@ -45,10 +46,6 @@ TO_OURS = dict(rename=RENAME, transpose=interop.flax_kernels)
 HYPER = dict(b1=0.8, b2=0.97, eps=1e-6, weight_decay=0.3)
 
 
-def is_decayed(params):
-    return jax.tree.map(lambda x: len(x.shape) > 1, params)
-
-
 class Model(nn.Module):
     """The model of make_golden.py."""
 
@@ -70,12 +67,12 @@ def read(golden, params=None):
 
 
 def fused(learning_rate=0.02, **kwargs):
-    return jda.fused_adamw(learning_rate, **HYPER, mask=is_decayed, **kwargs)
+    return jda.fused_adamw(learning_rate, **HYPER, mask=decays, **kwargs)
 
 
 def distributed(learning_rate=0.02, n=8, **kwargs):
     mesh = jax.make_mesh((n,), ("data",))
-    hyper = HYPER | dict(mask=is_decayed)
+    hyper = HYPER | dict(mask=decays)
     return distributed_adamw(learning_rate, **(hyper | dict(mesh=mesh) | kwargs))
 
 
@@ -253,7 +250,7 @@ INTO = {
     "fused": lambda: fused(),
     "remainder16": lambda: fused(main_params_dtype="remainder16"),
     "chain": lambda: jda.chain(optax.clip_by_global_norm(1.0), fused(main_params_dtype=np.float32)),
-    "inject": lambda: jda.inject_hyperparams(jda.fused_adamw)(0.02, **HYPER, mask=is_decayed),
+    "inject": lambda: jda.inject_hyperparams(jda.fused_adamw)(0.02, **HYPER, mask=decays),
 }
 
 
