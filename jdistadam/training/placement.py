@@ -19,8 +19,8 @@ from jdistadam.errors import DtypeError, MeshError, ShapeError
 def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = None) -> Any:
     """Places a batch on the mesh, its leading dimension split over the devices.
 
-    Arrays that are already there are returned unchanged. With several processes, each passes the
-    part of its own devices.
+    Arrays that are already there are returned unchanged. numpy arrays are copied, so a data loader
+    may fill them again at once. With several processes, each passes the part of its own devices.
 
     Args:
       batch: Tree of arrays; the number of devices divides their leading dimension.
@@ -125,7 +125,8 @@ def _as_array(path: str, x: Any) -> Any:
     """Raises DtypeError unless ``x`` is an array of numbers, or converts to one."""
     if isinstance(x, jax.Array):
         return x
-    array = np.asarray(x)
+    # A copy: JAX may read a numpy array later, or on CPUs always, and the caller may fill it again.
+    array = np.array(x)
     if not trees.is_number(array):
         got = type(x).__name__ if array.dtype == object else array.dtype
         raise DtypeError(

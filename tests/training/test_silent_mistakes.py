@@ -338,6 +338,16 @@ def test_malformed_batches_raise():
         step(jda.TrainState.create(make_params(), tx), {"x": BATCH[:7]})
 
 
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_buffer_that_is_filled_again_does_not_change_the_batch(n):
+    """On CPUs JAX reads an aligned numpy array in its place, when the step runs."""
+    buffer = np.zeros(8 * 16 + 16, np.float32)
+    buffer = buffer[-buffer.ctypes.data % 64 // 4 :][: 8 * 16].reshape(8, 16)
+    batch = jda.shard_batch({"x": buffer, "view": buffer[:, :8]}, make_tx(n))
+    buffer[:] = 1
+    assert not np.asarray(batch["x"]).any() and not np.asarray(batch["view"]).any()
+
+
 def test_a_negative_learning_rate_warns():
     """optax climbs without a word; so do we, with one."""
     for make in (jda.fused_adamw, jda.fused_adam, jda.inject_hyperparams(jda.fused_adamw)):
