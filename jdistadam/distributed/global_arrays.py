@@ -36,6 +36,7 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 _FETCHED_BYTES = 1 << 20
+_SMALL = 1024  # elements: of a learning rate or a key that was set by hand
 
 
 def _moved_in_mesh(x: Any, wanted: Any) -> Any:
@@ -62,8 +63,14 @@ def copy_to(tree: Any, sharding: Any) -> Any:
     may_alias=False; the results of a jitted copy are never shared with its arguments. A step would
     return a Python number as another type, which would compile the step again. Random keys are
     placed as their words, because ``device_put`` cannot move keys to devices of other processes.
+
+    Nothing reads the caller's numpy arrays afterwards. JAX would: on CPUs it takes aligned ones in
+    their place, and its programs run later. Small ones are copied, so that a loop that sets a
+    number waits for no step; for the programs that copy large ones this waits.
     """
     leaves, treedef = jax.tree.flatten(tree)
+    of_numpy = [isinstance(x, np.ndarray) and x.size > _SMALL for x in leaves]
+    leaves = [np.array(x) if isinstance(x, np.ndarray) and x.size <= _SMALL else x for x in leaves]
     kinds, words = [*map(trees.impl_of_key, leaves)], [*map(trees.words_of, leaves)]
 
     on_device = jax.tree.map(memory.device_sharding, sharding)
@@ -73,6 +80,7 @@ def copy_to(tree: Any, sharding: Any) -> Any:
         copied = _copies([placed[i] for i in some], tuple(kinds[i] for i in some))
         for i, x in zip(some, copied, strict=True):
             placed[i] = x
+    jax.block_until_ready([x for x, is_read in zip(placed, of_numpy, strict=True) if is_read])
     copies = jax.tree.unflatten(treedef, placed)
     if not any(map(memory.is_on_host, jax.tree.leaves(sharding))):
         return copies
@@ -129,9 +137,6 @@ def brought(tree: Any, wanted: Sequence[Any], *, exactly: bool = True) -> Any:
     for i, x in zip(moved, copies, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-_SMALL = 1024  # elements: of a learning rate or a key that was set by hand
 
 
 def apart(tree: Any, others: Iterable[Any] = (), returned: Iterable[Any] = ()) -> Any:

@@ -151,6 +151,24 @@ def test_a_loop_that_sets_a_rate_or_a_key_waits_for_no_step(monkeypatch):
     assert not asked
 
 
+def test_arrays_of_numpy_may_change_once_a_state_is_made(monkeypatch):
+    """The copies of large ones ran later, and had what was written in the meantime."""
+    tx, _ = make(8)
+    large = {"w": np.ones((1 << 13, 1 << 11), np.float32)}
+    state = jda.TrainState.create(large, tx, model_state=large)
+    assert all(x.is_ready() for x in jax.tree.leaves((state.params, state.model_state)))
+
+    small, copies = np.zeros(64, np.float32), global_arrays._copies
+    small = small[-small.ctypes.data % 64 // 4 :][:16]  # aligned: JAX reads it in its place
+
+    def later(arrays, kinds):
+        small[:] = 2
+        return copies(arrays, kinds)
+
+    monkeypatch.setattr(global_arrays, "_copies", later)
+    assert not np.any(global_arrays.copy_to(small, jax.devices("cpu")[0]))
+
+
 def test_a_key_that_was_donated_raises():
     """XLA would end the process."""
     tx, state = make(2)
