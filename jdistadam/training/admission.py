@@ -181,10 +181,17 @@ class Gate:
         return apart(batch, (x for x in jax.tree.leaves(state) if type_of(x) in types))
 
 
-def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
+def check_layout(
+    state: TrainState, tx: DistributedTransformation, *, of_params: bool = False
+) -> bytes:
     """Raises unless ``state`` is a TrainState of the layout of ``tx``, on the host.
 
     If a step returned the state, its digest is known, and this does not wait for the arrays.
+
+    Args:
+      state: The state.
+      tx: The distributed optimizer.
+      of_params: Whether its params must be its rounded main parameters.
 
     Returns:
       The digest of the layout.
@@ -192,7 +199,11 @@ def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
     check_distributed(tx)
     check_train_state(state)
     sharded, layout = find_state(state.opt_state), tx.layout(state.params)
-    return check_state(tx.config, sharded, layout, digest=Memory.of(state).digest)
+    memory = Memory.of(state)
+    digest = check_state(tx.config, sharded, layout, digest=memory.digest)
+    if of_params and not memory.has_params and not trees.is_traced(state):
+        _with_own_params(TrainState(state.params, state.opt_state), tx)
+    return digest
 
 
 def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> tuple[Any, Any]:
@@ -210,11 +221,20 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
     check_distributed(tx)
     whole = TrainState(params, opt_state)
     check_layout(whole, tx)
-    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(whole)):
-        whole = _placed(whole, tx, is_all=True)  # a copy, of numpy arrays too
-    if not (isinstance(state, TrainState) and Memory.of(state).has_params):
-        check_params_follow(whole.params, find_state(whole.opt_state), tx)
+    has_params = isinstance(state, TrainState) and Memory.of(state).has_params
+    whole = _with_own_params(whole, tx, are_known=has_params)
     return whole.params, whole.opt_state
+
+
+def _with_own_params(
+    state: TrainState, tx: DistributedTransformation, *, are_known: bool = False
+) -> TrainState:
+    """Returns a state of jax arrays; raises unless its params are its rounded main parameters."""
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
+        state = _placed(state, tx, is_all=True)  # a copy, of numpy arrays too
+    if not are_known:
+        check_params_follow(state.params, find_state(state.opt_state), tx)
+    return state
 
 
 def _shapes_placed(state: TrainState, tx: DistributedTransformation) -> TrainState:

@@ -52,7 +52,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       tx: The distributed optimizer.
 
     Raises:
-      LayoutError: The state has another layout than that of ``tx``.
+      LayoutError: The state has another layout than that of ``tx``, or its params were changed.
 
     Returns:
       The float32 main parameters, and exactly the pytree that ``optax.adamw(...).init`` (or
@@ -72,7 +72,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       >>> int(from_optax_state(main_params, opt_state, new, extra_state).step)
       0
     """
-    check_layout(state, tx)
+    check_layout(state, tx, of_params=True)
     treedef: Any = jax.tree.structure(state.params)
     sharded, view = find_state(state.opt_state), StateView(tx.config, state.params)
     main = [x.astype(np.float32) for x in _main_leaves(view, state.params, sharded)]

@@ -306,3 +306,16 @@ def test_a_save_or_export_by_an_optimizer_without_the_average_is_refused(tmp_pat
     for use in (functools.partial(jda.save, tmp_path), jda.to_optax_state, jda.full_params):
         with pytest.raises(jda.errors.TreeError, match=r"opt_state\.ema: does not fit ema_decay"):
             use(state, other)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
+    """They were lost: optax and torch got the main parameters, where a save raises."""
+    tx, _ = make(2)
+    state = jda.TrainState.create({"w": jnp.ones(3, dtype)}, tx)
+    average = dataclasses.replace(state, params=jax.tree.map(lambda x: x / 2, state.params))
+    to_torch = functools.partial(jda.interop.from_train_state, names=["w"])
+    for use in (functools.partial(jda.save, tmp_path), jda.to_optax_state, to_torch):
+        with pytest.raises(jda.LayoutError, match=r"params\['w'\]: differ from the main"):
+            use(average, tx)
+        use(jda.reload_main_params(average, tx), tx)
