@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
+from jdistadam.core import collectives
 from jdistadam.core.codecs import NOTHING, BlockCodes, Codec, codec_of, is_codes
 from jdistadam.core.guards import Guard
 from jdistadam.core.storage import MOMENTS, main_codec_of
@@ -21,6 +22,8 @@ from jdistadam.distributed.global_arrays import copy_to
 from jdistadam.distributed.layout import Bucket
 from jdistadam.distributed.main_params import sent_dtypes
 from jdistadam.distributed.state_view import StateView
+from jdistadam.drop_in.state import COMPARED
+from jdistadam.errors import LayoutError
 from jdistadam.kernels import sharded_codes
 
 
@@ -161,3 +164,31 @@ class FlatAdam:
         for section, flat in self._new.items():
             placed[section] = jax.device_put(flat, config.state_sharding(section))
         return {"": self.state._replace(count=values["count"], **placed)}
+
+
+def check_params_follow(leaves: Sequence[parts.Leaf]) -> None:
+    """Raises LayoutError if a param is not its float32 main parameter, which a restore takes.
+
+    Compares the leaves that a step compares, to make gradients NaN: the smallest ones.
+    """
+    params = {leaf.name: leaf.value for leaf in leaves if leaf.section == "params"}
+    mains = {
+        leaf.name.replace("main_params", "params", 1): leaf.value
+        for leaf in leaves
+        if leaf.section == "main_params" and leaf.value.dtype == jnp.float32
+    }
+    compared = [name for name in mains if name in params and mains[name].size]
+    for name in sorted(compared, key=lambda name: mains[name].size)[:COMPARED]:
+        main = mains[name]
+        if not _follows(jax.device_put(params[name], getattr(main, "sharding", None)), main):
+            raise LayoutError(
+                f"{name}: differs from its main parameter, which a restore takes, so that it would "
+                "be lost: got a parameter that was changed after its step, expected the main "
+                "parameter of opt_state, rounded. Begin main parameters anew: opt_state._replace("
+                "main_params=tx.init(params).main_params)."
+            )
+
+
+@jax.jit
+def _follows(param: jax.Array, main: jax.Array) -> jax.Array:
+    return jnp.all(collectives.follows(param, main))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.adam import FlatAdam, Param
+from jdistadam.checkpoint.adam import FlatAdam, Param, check_params_follow
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
@@ -50,6 +50,7 @@ def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
     if is_distributed_state(adam):
         flat = FlatAdam(params, parts.adam_of(opt_state), tx)
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
+    check_params_follow(leaves)
     kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
     main = max(kinds, key=lambda x: x.name, default=NOTHING)  # a tree has them in one kind
     if flat is not None:

@@ -124,7 +124,7 @@ def _check_main(name: str, kind: Codec, main: Any, param: Any) -> None:
         )
 
 
-_COMPARED = 4
+COMPARED = 4
 """How many leaves ``nan_if_changed`` compares: the smallest, to cost no bandwidth."""
 
 
@@ -142,7 +142,7 @@ def nan_if_changed(
         if main_codec_of(main) == FLOAT32 and param.dtype != main.dtype and param.size
     ]
     new = list(grads)
-    for i in sorted(compared, key=lambda i: params[i].size)[:_COMPARED]:
+    for i in sorted(compared, key=lambda i: params[i].size)[:COMPARED]:
         dtype, place = params[i].dtype, jax.typeof(grads[i]).sharding
         param, main = (reshard_as(x, place).astype(jnp.float32) for x in (params[i], mains[i]))
         param = collectives.round_to(param, dtype)  # [Note: casts that XLA deletes]

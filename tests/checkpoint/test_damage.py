@@ -318,6 +318,21 @@ def test_one_error_names_all_that_the_file_lacks(saved):
         jda.restore(folder, more, tx, new=lambda path: path == "params['c']")
 
 
+def test_saving_params_beside_main_params_of_others_raises(tmp_path):
+    """A restore returned the main parameters, and the params that were saved were lost."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        tx = jda.fused_adamw(1e-2, main_params_dtype=jnp.float32)
+        params = {str(i): jnp.ones(i + 2, dtype) for i in range(6)} | {"empty": jnp.ones(0, dtype)}
+        opt_state = tx.init(params)
+        average = jax.tree.map(lambda x: x / 2, params)
+        with pytest.raises(
+            jda.LayoutError, match=r"^params\['0'\]: differs from its main parameter"
+        ):
+            jda.save(tmp_path, {"params": average, "opt_state": opt_state}, step=1)
+        anew = opt_state._replace(main_params=tx.init(average).main_params)
+        jda.save(tmp_path / str(dtype), {"params": average, "opt_state": anew}, step=1)
+
+
 def test_saving_inconsistent_states_raises(saved, tmp_path):
     _, tx, state = saved
     edited = jda.TrainState(state.params | {"a": state.params["a"] + 1}, state.opt_state)
