@@ -179,16 +179,24 @@ def check_params_follow(leaves: Sequence[parts.Leaf]) -> None:
     }
     compared = [name for name in mains if name in params and mains[name].size]
     for name in sorted(compared, key=lambda name: mains[name].size)[:COMPARED]:
-        main = mains[name]
-        if not _follows(jax.device_put(params[name], getattr(main, "sharding", None)), main):
+        if not _follows(params[name], mains[name]):
             raise LayoutError(
                 f"{name}: differs from its main parameter, which a restore takes, so that it would "
-                "be lost: got a parameter that was changed after its step, expected the main "
-                "parameter of opt_state, rounded. Begin main parameters anew: opt_state._replace("
+                "be lost: got another value, expected the main parameter of opt_state, rounded. "
+                "Begin main parameters anew: opt_state._replace("
                 "main_params=tx.init(params).main_params)."
             )
 
 
+def _follows(param: Any, main: Any) -> bool:
+    if np.shape(param) != np.shape(main):
+        return False
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in (param, main)):
+        return True  # the save raises
+    param = jax.device_put(param, getattr(main, "sharding", None))
+    return bool(_all_follow(param, main))
+
+
 @jax.jit
-def _follows(param: jax.Array, main: jax.Array) -> jax.Array:
+def _all_follow(param: jax.Array, main: jax.Array) -> jax.Array:
     return jnp.all(collectives.follows(param, main))

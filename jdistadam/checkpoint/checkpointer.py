@@ -126,7 +126,8 @@ class Checkpointer:
           CheckpointError: A checkpoint of this number, or a newer one, exists; this save failed,
             or the previous one in the background; it is closed.
           LayoutError, TreeError, DtypeError: The state is traced, or cannot be saved with this
-            ``tx``. ``extra`` has a leaf that cannot be saved.
+            ``tx``; or its params were changed, and its main parameters were not. ``extra`` has a
+            leaf that cannot be saved.
           AgreementError: ``step`` or ``extra`` differs between processes, or one does not save.
         """
         self.check()
@@ -293,7 +294,8 @@ def save(
     Raises:
       CheckpointError: A checkpoint of this step, or a newer one, exists, another process saves
         into the folder, or it cannot be written.
-      LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``.
+      LayoutError, TreeError, DtypeError: The state cannot be saved, or not with this ``tx``; or its
+        params were changed, and its main parameters were not.
 
     Example:
       >>> import tempfile

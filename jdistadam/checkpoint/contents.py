@@ -50,7 +50,6 @@ def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
     if is_distributed_state(adam):
         flat = FlatAdam(params, parts.adam_of(opt_state), tx)
     leaves = [leaf for field, tree in fields.items() for leaf in parts.leaves_of(field, tree)]
-    check_params_follow(leaves)
     kinds = {main_codec_of(leaf.value) for leaf in leaves if leaf.section == "main_params"}
     main = max(kinds, key=lambda x: x.name, default=NOTHING)  # a tree has them in one kind
     if flat is not None:
@@ -61,6 +60,7 @@ def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
         "layout_identity": None if flat is None else tx.config.layout_text(flat.layout),
     }
     groups = list(_groups(leaves, flat, about["count"]))
+    check_params_follow(leaves)
     if extra is not None:
         about["extra"] = extra.about
         groups += [_whole(name, x, key=extra.keys.get(name)) for name, x in extra.arrays.items()]

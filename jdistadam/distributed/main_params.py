@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
@@ -18,6 +19,7 @@ from jdistadam.core.trees import Params
 from jdistadam.distributed import flat_arrays, packing
 from jdistadam.distributed.config import DistributedConfig, global_specs
 from jdistadam.distributed.flat_arrays import Field
+from jdistadam.distributed.global_arrays import brought
 from jdistadam.distributed.layout import Bucket, Layout
 from jdistadam.distributed.mesh_axes import DataParallel
 from jdistadam.distributed.schedule import Schedule
@@ -111,7 +113,8 @@ def compared_with_main(
 ) -> tuple[list[str], bool]:
     """Returns the paths of params that differ from main parameters; whether all are the average.
 
-    Each device compares the shard that matches its state; nothing is gathered. Leaves that share a
+    Each device compares the shard that matches its state; nothing is gathered, but arrays in other
+    places are copied to theirs. Leaves that share a
     bucket are named together. A remainder is the other half of its parameter, and matches every
     value. There the average tells, if there is one: it is in place of the params of the last step
     if these are equal to it, rounded, and their exact values are not. Nothing tells of float32
@@ -132,7 +135,11 @@ def compared_with_main(
     static = config.parallel, kind, config.policy.param_comm_dtype, layout.buckets
     specs = tuple(jax.tree.leaves(global_specs(config, layout, params)))
     compare = _comparison(*static, specs, bool(compared), has_average)
-    results = compare(jax.tree.leaves(params), state.main_params, state.ema)
+    arrays = jax.tree.leaves(params), state.main_params, state.ema
+    places = [NamedSharding(config.mesh, spec) for spec in specs]
+    for name in ("main_params", "ema"):
+        places += [config.state_sharding(name)] * len(jax.tree.leaves(getattr(state, name)))
+    results = compare(*brought(arrays, places, exactly=False))
     results = jax.tree.map(lambda x: np.asarray(x).tolist(), results)
     pairs = zip(compared, results["differ"], strict=True) if compared else ()
     paths = [layout.leaves[i].path for bucket, differs in pairs for i in bucket.leaves if differs]

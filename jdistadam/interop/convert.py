@@ -107,7 +107,7 @@ def from_train_state(
       The state as numpy arrays by the names of the other framework.
 
     Raises:
-      LayoutError: The layout of the state is not that of ``tx``.
+      LayoutError: The layout of the state is not that of ``tx``, or its params were changed.
       TreeError, ShapeError: The names do not match.
       HyperparameterError: Adam in torch's layout has no such hyperparameter.
 

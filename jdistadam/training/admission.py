@@ -11,11 +11,11 @@ Question                                                            train  eval 
 6.  Is it on this mesh, with the fields and the scale of this tx?   x      x     f.    f.
 7.  Has it the layout of this optimizer?                            x      x     x     x
 8.  Do all processes call the same program?                         x      x
-9.  Do its params follow its main parameters?                       x            x
+9.  Do its params follow its main parameters?                       x            x     o.
 10. Does it hold an array twice, or share one with the batch?       x
 ==================================================================  =====  ====  ====  ======
 
-"7": it skips this question alone; "f.": only the fields are asked.
+"7": it skips this question alone; "f.": only the fields are asked; "o.": only for optax and torch.
 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
 there is missing in 8, and the others name it. After 8, arrays in other places are copied, and
@@ -202,7 +202,7 @@ def check_layout(
     memory = Memory.of(state)
     digest = check_state(tx.config, sharded, layout, digest=memory.digest)
     if of_params and not memory.has_params and not trees.is_traced(state):
-        _with_own_params(TrainState(state.params, state.opt_state), tx)
+        check_params_follow(state.params, sharded, tx)
     return digest
 
 
@@ -221,20 +221,10 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
     check_distributed(tx)
     whole = TrainState(params, opt_state)
     check_layout(whole, tx)
-    has_params = isinstance(state, TrainState) and Memory.of(state).has_params
-    whole = _with_own_params(whole, tx, are_known=has_params)
+    whole = brought(whole, jax.tree.leaves(places_of(whole, tx)), exactly=False)
+    if not (isinstance(state, TrainState) and Memory.of(state).has_params):
+        check_params_follow(whole.params, find_state(whole.opt_state), tx)
     return whole.params, whole.opt_state
-
-
-def _with_own_params(
-    state: TrainState, tx: DistributedTransformation, *, are_known: bool = False
-) -> TrainState:
-    """Returns a state of jax arrays; raises unless its params are its rounded main parameters."""
-    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
-        state = _placed(state, tx, is_all=True)  # a copy, of numpy arrays too
-    if not are_known:
-        check_params_follow(state.params, find_state(state.opt_state), tx)
-    return state
 
 
 def _shapes_placed(state: TrainState, tx: DistributedTransformation) -> TrainState:

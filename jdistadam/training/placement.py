@@ -20,7 +20,8 @@ def shard_batch(batch: Any, tx: DistributedTransformation, batch_spec: Any = Non
     """Places a batch on the mesh, its leading dimension split over the devices.
 
     Arrays that are already there are returned unchanged. numpy arrays are copied, so a data loader
-    may fill them again at once. With several processes, each passes the part of its own devices.
+    may fill them again at once; to copy beside a step, call it in the loader's thread. With several
+    processes, each passes the part of its own devices.
 
     Args:
       batch: Tree of arrays; the number of devices divides their leading dimension.

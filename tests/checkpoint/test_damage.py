@@ -331,6 +331,12 @@ def test_saving_params_beside_main_params_of_others_raises(tmp_path):
             jda.save(tmp_path, {"params": average, "opt_state": opt_state}, step=1)
         anew = opt_state._replace(main_params=tx.init(average).main_params)
         jda.save(tmp_path / str(dtype), {"params": average, "opt_state": anew}, step=1)
+        other_shape = params | {"0": jnp.ones(7, dtype)}
+        with pytest.raises(jda.LayoutError, match=r"^params\['0'\]: differs from its main"):
+            jda.save(tmp_path, {"params": other_shape, "opt_state": opt_state}, step=1)
+        with pytest.raises(jda.errors.TreeError, match="not an array"):
+            shapes = jax.eval_shape(lambda x: x, params)
+            jda.save(tmp_path, {"params": shapes, "opt_state": opt_state}, step=1)
 
 
 def test_saving_inconsistent_states_raises(saved, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -319,3 +320,27 @@ def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
         with pytest.raises(jda.LayoutError, match=r"params\['w'\]: differ from the main"):
             use(average, tx)
         use(jda.reload_main_params(average, tx), tx)
+
+
+ELSEWHERE = {
+    "pickled": lambda x, mesh: pickle.loads(pickle.dumps(x)),
+    "numpy": lambda x, mesh: np.asarray(x),
+    "one device": lambda x, mesh: jax.device_put(np.asarray(x), jax.devices("cpu")[2]),
+    "whole": lambda x, mesh: jax.device_put(x, NamedSharding(mesh, P())),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_a_state_in_another_place_is_saved_and_exported(tmp_path, where, axis_type):
+    tx, state = make(2, axis_type=axis_type, param_dtypes=jnp.bfloat16)
+    moved = jax.tree.map(lambda x: ELSEWHERE[where](x, tx.config.mesh), state)
+    assert_trees_same_bits(jda.to_optax_state(moved, tx)[:2], jda.to_optax_state(state, tx)[:2])
+    jda.save(tmp_path, moved, tx)
+    assert_trees_same_bits(jda.restore(tmp_path, state, tx), state)
+    changed = dataclasses.replace(moved, params=jax.tree.map(lambda x: x / 2, moved.params))
+    for use in (functools.partial(jda.save, tmp_path), jda.to_optax_state):
+        with pytest.raises(
+            jda.LayoutError, match=r"^params\['w'\] and 1 more.*differ from the main"
+        ):
+            use(changed, tx)
