@@ -114,11 +114,11 @@ def compared_with_main(
     """Returns the paths of params that differ from main parameters; whether all are the average.
 
     Each device compares the shard that matches its state; nothing is gathered, but arrays in other
-    places are copied to theirs. Leaves that share a
-    bucket are named together. A remainder is the other half of its parameter, and matches every
-    value. There the average tells, if there is one: it is in place of the params of the last step
-    if these are equal to it, rounded, and their exact values are not. Nothing tells of float32
-    params without main parameters: an average may have begun with them.
+    places are copied to theirs. Leaves that share a bucket are named together. A remainder is the
+    other half of its parameter, and matches every value. There the average tells, if there is one:
+    it is in place of the params of the last step if these are equal to it, rounded, and their exact
+    values are not. Nothing tells of float32 params without main parameters: an average may have
+    begun with them.
 
     Args:
       config: The configuration.
