@@ -16,6 +16,7 @@ from jdistadam.core import collectives, trees
 from jdistadam.core.arguments import out_of_range
 from jdistadam.core.trees import Params
 from jdistadam.distributed.accumulate import valid_weight
+from jdistadam.distributed.global_arrays import brought
 from jdistadam.distributed.layout_text import differs
 from jdistadam.distributed.main_params import round_to_comm_dtype
 from jdistadam.distributed.schedule import Schedule
@@ -291,6 +292,8 @@ def ema_params(state: TrainState, tx: DistributedTransformation) -> Any:
         )
     check_layout(state, tx)
     view, ema = StateView(tx.config, state.params), find_state(state.opt_state).ema
+    if not trees.is_traced(ema):
+        ema = brought(ema, [tx.config.state_sharding("ema")], exactly=False)
     # Copies, also of frozen leaves: the next step donates the state's own arrays.
     leaves = [jnp.array(x, jnp.float32) for x in jax.tree.leaves(state.params)]
     for bucket in view.layout.buckets:
