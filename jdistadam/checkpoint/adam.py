@@ -166,7 +166,7 @@ class FlatAdam:
         return {"": self.state._replace(count=values["count"], **placed)}
 
 
-def check_params_follow(leaves: Sequence[parts.Leaf]) -> None:
+def check_leaves_follow(leaves: Sequence[parts.Leaf]) -> None:
     """Raises LayoutError if a param is not its float32 main parameter, which a restore takes.
 
     Compares the leaves that a step compares, to make gradients NaN: the smallest ones.

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam.checkpoint import parts
-from jdistadam.checkpoint.adam import FlatAdam, Param, check_params_follow
+from jdistadam.checkpoint.adam import FlatAdam, Param, check_leaves_follow
 from jdistadam.checkpoint.parts import Entry
 from jdistadam.checkpoint.storage import Contents, Group
 from jdistadam.core import memory, trees
@@ -60,7 +60,7 @@ def contents_of(state: Any, tx: Any, extra: Extra | None) -> Contents:
         "layout_identity": None if flat is None else tx.config.layout_text(flat.layout),
     }
     groups = list(_groups(leaves, flat, about["count"]))
-    check_params_follow(leaves)
+    check_leaves_follow(leaves)
     if extra is not None:
         about["extra"] = extra.about
         groups += [_whole(name, x, key=extra.keys.get(name)) for name, x in extra.arrays.items()]

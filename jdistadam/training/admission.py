@@ -181,17 +181,10 @@ class Gate:
         return apart(batch, (x for x in jax.tree.leaves(state) if type_of(x) in types))
 
 
-def check_layout(
-    state: TrainState, tx: DistributedTransformation, *, of_params: bool = False
-) -> bytes:
+def check_layout(state: TrainState, tx: DistributedTransformation) -> bytes:
     """Raises unless ``state`` is a TrainState of the layout of ``tx``, on the host.
 
     If a step returned the state, its digest is known, and this does not wait for the arrays.
-
-    Args:
-      state: The state.
-      tx: The distributed optimizer.
-      of_params: Whether its params must be its rounded main parameters.
 
     Returns:
       The digest of the layout.
@@ -199,11 +192,14 @@ def check_layout(
     check_distributed(tx)
     check_train_state(state)
     sharded, layout = find_state(state.opt_state), tx.layout(state.params)
-    memory = Memory.of(state)
-    digest = check_state(tx.config, sharded, layout, digest=memory.digest)
-    if of_params and not memory.has_params and not trees.is_traced(state):
-        check_params_follow(state.params, sharded, tx)
-    return digest
+    return check_state(tx.config, sharded, layout, digest=Memory.of(state).digest)
+
+
+def check_export(state: TrainState, tx: DistributedTransformation) -> None:
+    """Raises as ``check_layout``, and unless the params are the rounded main parameters."""
+    check_layout(state, tx)
+    if not (Memory.of(state).has_params or trees.is_traced(state)):
+        check_params_follow(state.params, find_state(state.opt_state), tx)
 
 
 def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> tuple[Any, Any]:

@@ -17,16 +17,12 @@ from jdistadam.core.storage import MOMENTS
 from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed.global_arrays import copy_of, copy_to, fetch
 from jdistadam.distributed.main_params import round_to_comm_dtype
-from jdistadam.distributed.state import (
-    DistributedState,
-    find_state,
-    map_state,
-)
+from jdistadam.distributed.state import DistributedState, find_state, map_state
 from jdistadam.distributed.state_view import StateView
 from jdistadam.distributed.transformation import DistributedTransformation
 from jdistadam.drop_in.state import MainParamsState, main_params_of
 from jdistadam.errors import TreeError
-from jdistadam.training.admission import check_layout
+from jdistadam.training import admission
 from jdistadam.training.eval_step import ema_params
 from jdistadam.training.extra_state import (
     ExtraState,
@@ -72,7 +68,7 @@ def to_optax_state(state: TrainState, tx: DistributedTransformation) -> tuple[An
       >>> int(from_optax_state(main_params, opt_state, new, extra_state).step)
       0
     """
-    check_layout(state, tx, of_params=True)
+    admission.check_export(state, tx)
     treedef: Any = jax.tree.structure(state.params)
     sharded, view = find_state(state.opt_state), StateView(tx.config, state.params)
     main = [x.astype(np.float32) for x in _main_leaves(view, state.params, sharded)]
@@ -130,7 +126,7 @@ def main_params(params: Params, opt_state: OptState, tx: Any = None) -> Any:
             "tx: needed to find the main parameters of a distributed state: got None, "
             "expected the distributed optimizer. Call main_params(params, opt_state, tx)."
         )
-    check_layout(TrainState(params, opt_state), tx)
+    admission.check_layout(TrainState(params, opt_state), tx)
     leaves = _main_leaves(StateView(tx.config, params), params, find_state(opt_state))
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
