@@ -262,7 +262,7 @@ def check_params_follow(
 
     Also raises if they are the moving average. Compares values, for states of unknown origin.
     """
-    paths, is_average = compared_with_main(tx.config, params, state)
+    of_buckets, is_average = compared_with_main(tx.config, params, state)
     if is_average:
         raise LayoutError(
             "params: equal to the moving average, rounded: they would be trained in place of those "
@@ -271,11 +271,14 @@ def check_params_follow(
             "state that train_step returned; to train the average call reload_main_params(state, "
             "tx)."
         )
-    if paths:
+    if of_buckets:
+        paths = [path for paths in of_buckets for path in paths]
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
+        some = ", or some of these" if len(paths) > len(of_buckets) else ""
         raise LayoutError(
-            f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
-            "they would be lost: got params that were put into the state, "
+            f"{paths[0]}{more}{some}: "
+            "differ from the main parameters, which the optimizer updates: they would be lost: "
+            "got params that were put into the state, "
             "expected the main parameters of opt_state, rounded. "
             "Call reload_main_params(state, tx) to continue from these params."
         )

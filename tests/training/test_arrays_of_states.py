@@ -322,6 +322,20 @@ def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
         use(jda.reload_main_params(average, tx), tx)
 
 
+def test_a_changed_parameter_is_not_named_as_its_neighbour():
+    """Leaves that are packed together are compared together: one that had not changed was named."""
+    tx, _ = make(2)
+    leaves = {name: jnp.ones(3) for name in ("bias", "scale")}
+    state = jda.TrainState.create(leaves, tx)
+    for name in leaves:
+        changed = dataclasses.replace(state, params=leaves | {name: jnp.zeros(3)})
+        with pytest.raises(
+            jda.LayoutError,
+            match=r"^params\['bias'\] and 1 more \(of 2\), or some of these: differ from the main",
+        ):
+            jda.to_optax_state(changed, tx)
+
+
 ELSEWHERE = {
     "pickled": lambda x, mesh: pickle.loads(pickle.dumps(x)),
     "numpy": lambda x, mesh: np.asarray(x),
