@@ -52,7 +52,7 @@ from jdistadam.distributed.state import DistributedState, find_state, is_distrib
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError, LayoutError
 from jdistadam.training.agreement import agree, agree_again, texts_of
-from jdistadam.training.checks import check_structure
+from jdistadam.training.checks import check_parts, check_structure
 from jdistadam.training.placement import is_placed, shard_batch
 from jdistadam.training.remembered import Leaves, Memory, remember_returned
 from jdistadam.training.train_state import TrainState, check_train_state, places_of
@@ -217,6 +217,7 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
     check_distributed(tx)
     whole = TrainState(params, opt_state)
     check_layout(whole, tx)
+    check_parts(opt_state, tx)
     whole = brought(whole, jax.tree.leaves(places_of(whole, tx)), exactly=False)
     if not (isinstance(state, TrainState) and Memory.of(state).has_params):
         check_params_follow(whole.params, find_state(whole.opt_state), tx)

@@ -7,6 +7,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -307,6 +308,18 @@ def test_a_save_or_export_by_an_optimizer_without_the_average_is_refused(tmp_pat
     for use in (functools.partial(jda.save, tmp_path), jda.to_optax_state, jda.full_params):
         with pytest.raises(jda.errors.TreeError, match=r"opt_state\.ema: does not fit ema_decay"):
             use(state, other)
+
+
+def test_a_save_by_a_chain_around_the_optimizer_says_so(tmp_path):
+    """And by the optimizer within a chain. The error was jax's, of prefixes of pytrees."""
+    tx, state = make(2)
+    chain = jda.chain(optax.scale(0.5), tx)
+    with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer: got Distr"):
+        jda.save(tmp_path, state, chain)
+    state = jda.TrainState.create(state.params, chain)
+    with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer: got tuple"):
+        jda.save(tmp_path, state, tx)
+    jda.save(tmp_path, state, chain)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
