@@ -110,15 +110,15 @@ _CHANCE = 2.0**-11
 
 def compared_with_main(
     config: DistributedConfig, params: Params, state: DistributedState
-) -> tuple[list[str], bool]:
-    """Returns the paths of params that differ from main parameters; whether all are the average.
+) -> tuple[list[list[str]], bool]:
+    """Returns which params differ from main parameters; whether all are the average.
 
-    Each device compares the shard that matches its state; nothing is gathered, but arrays in other
-    places are copied to theirs. Leaves that share a bucket are named together. A remainder is the
-    other half of its parameter, and matches every value. There the average tells, if there is one:
-    it is in place of the params of the last step if these are equal to it, rounded, and their exact
-    values are not. Nothing tells of float32 params without main parameters: an average may have
-    begun with them.
+    These are the paths of each bucket in which some differ: leaves of a bucket are compared
+    together. Each device compares the shard that matches its state; nothing is gathered, but arrays
+    in other places are copied to theirs. A remainder is the other half of its parameter, and
+    matches every value. There the average tells, if there is one: it is in place of the params of
+    the last step if these are equal to it, rounded, and their exact values are not. Nothing tells
+    of float32 params without main parameters: an average may have begun with them.
 
     Args:
       config: The configuration.
@@ -142,7 +142,7 @@ def compared_with_main(
     results = compare(*brought(arrays, places, exactly=False))
     results = jax.tree.map(lambda x: np.asarray(x).tolist(), results)
     pairs = zip(compared, results["differ"], strict=True) if compared else ()
-    paths = [layout.leaves[i].path for bucket, differs in pairs for i in bucket.leaves if differs]
+    paths = [[layout.leaves[i].path for i in bucket.leaves] for bucket, differs in pairs if differs]
     others, moved, size = results["average"] if has_average else (1, 0, 0)
     return paths, not others and moved > _CHANCE * size
 

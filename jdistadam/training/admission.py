@@ -52,7 +52,7 @@ from jdistadam.distributed.state import DistributedState, find_state, is_distrib
 from jdistadam.distributed.transformation import DistributedTransformation, check_distributed
 from jdistadam.errors import HyperparameterError, LayoutError
 from jdistadam.training.agreement import agree, agree_again, texts_of
-from jdistadam.training.checks import check_structure
+from jdistadam.training.checks import check_parts, check_structure
 from jdistadam.training.placement import is_placed, shard_batch
 from jdistadam.training.remembered import Leaves, Memory, remember_returned
 from jdistadam.training.train_state import TrainState, check_train_state, places_of
@@ -217,6 +217,7 @@ def admit_to_save(state: Any, params: Params, opt_state: OptState, tx: Any) -> t
     check_distributed(tx)
     whole = TrainState(params, opt_state)
     check_layout(whole, tx)
+    check_parts(opt_state, tx)
     whole = brought(whole, jax.tree.leaves(places_of(whole, tx)), exactly=False)
     if not (isinstance(state, TrainState) and Memory.of(state).has_params):
         check_params_follow(whole.params, find_state(whole.opt_state), tx)
@@ -262,7 +263,7 @@ def check_params_follow(
 
     Also raises if they are the moving average. Compares values, for states of unknown origin.
     """
-    paths, is_average = compared_with_main(tx.config, params, state)
+    of_buckets, is_average = compared_with_main(tx.config, params, state)
     if is_average:
         raise LayoutError(
             "params: equal to the moving average, rounded: they would be trained in place of those "
@@ -271,11 +272,14 @@ def check_params_follow(
             "state that train_step returned; to train the average call reload_main_params(state, "
             "tx)."
         )
-    if paths:
+    if of_buckets:
+        paths = [path for paths in of_buckets for path in paths]
         more = f" and {len(paths) - 1} more (of {len(paths)})" if len(paths) > 1 else ""
+        some = ", or some of these" if len(paths) > len(of_buckets) else ""
         raise LayoutError(
-            f"{paths[0]}{more}: differ from the main parameters, which the optimizer updates: "
-            "they would be lost: got params that were put into the state, "
+            f"{paths[0]}{more}{some}: "
+            "differ from the main parameters, which the optimizer updates: they would be lost: "
+            "got params that were put into the state, "
             "expected the main parameters of opt_state, rounded. "
             "Call reload_main_params(state, tx) to continue from these params."
         )

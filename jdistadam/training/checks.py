@@ -48,6 +48,11 @@ def check_structure(
     check_options(tx.config, state)
     if isinstance(scale := getattr(state.scaling, "loss_scale", None), jax.Array | np.ndarray):
         _check_scale(scale, tx.config.loss_scale)
+    check_parts(opt_state, tx)
+
+
+def check_parts(opt_state: OptState, tx: DistributedTransformation) -> None:
+    """Raises TreeError unless ``opt_state`` has the parts of its optimizer, as those of a chain."""
     specs = tx.state_specs()
     if _has_structure(specs, opt_state):
         return
@@ -59,7 +64,8 @@ def check_structure(
     raise TreeError(
         f"opt_state: not the state of this optimizer: got {type(opt_state).__name__}{others}, "
         f"expected {type(specs).__name__}, of the structure that init returns. "
-        "Make it with TrainState.create(params, tx) or from_optax_state."
+        "Pass the optimizer that made it, or make it with TrainState.create(params, tx) or "
+        "from_optax_state."
     )
 
 

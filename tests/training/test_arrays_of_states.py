@@ -7,6 +7,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -309,6 +310,18 @@ def test_a_save_or_export_by_an_optimizer_without_the_average_is_refused(tmp_pat
             use(state, other)
 
 
+def test_a_save_by_a_chain_around_the_optimizer_says_so(tmp_path):
+    """And by the optimizer within a chain. The error was jax's, of prefixes of pytrees."""
+    tx, state = make(2)
+    chain = jda.chain(optax.scale(0.5), tx)
+    with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer: got Distr"):
+        jda.save(tmp_path, state, chain)
+    state = jda.TrainState.create(state.params, chain)
+    with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer: got tuple"):
+        jda.save(tmp_path, state, tx)
+    jda.save(tmp_path, state, chain)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
     """They were lost: optax and torch got the main parameters, where a save raises."""
@@ -320,6 +333,20 @@ def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
         with pytest.raises(jda.LayoutError, match=r"params\['w'\]: differ from the main"):
             use(average, tx)
         use(jda.reload_main_params(average, tx), tx)
+
+
+def test_a_changed_parameter_is_not_named_as_its_neighbour():
+    """Leaves that are packed together are compared together: one that had not changed was named."""
+    tx, _ = make(2)
+    leaves = {name: jnp.ones(3) for name in ("bias", "scale")}
+    state = jda.TrainState.create(leaves, tx)
+    for name in leaves:
+        changed = dataclasses.replace(state, params=leaves | {name: jnp.zeros(3)})
+        with pytest.raises(
+            jda.LayoutError,
+            match=r"^params\['bias'\] and 1 more \(of 2\), or some of these: differ from the main",
+        ):
+            jda.to_optax_state(changed, tx)
 
 
 ELSEWHERE = {
