@@ -311,10 +311,11 @@ def train_step(
         returns auxiliary outputs at the end: ``(loss, aux)`` or ``(loss, model_state, aux)``. With
         ``weighted``, ``loss`` in these is the pair ``(loss, weight)``.
       tx: A distributed optimizer.
-      accumulate_steps: Number of micro-batches into which each device cuts its part of the batch.
-        Under "no_shard" and "optim", and with ``reshard_after_forward=False``, gradients are summed
-        on the device in ``policy.main_grads_dtype`` and sent once. Otherwise the gradients of every
-        micro-batch are sent, and their shards summed.
+      accumulate_steps: Number of micro-batches into which each device cuts its part of the batch,
+        along the leading dimension, whichever dimension ``batch_spec`` shards. Under "no_shard" and
+        "optim", and with ``reshard_after_forward=False``, gradients are summed on the device in
+        ``policy.main_grads_dtype`` and sent once. Otherwise the gradients of every micro-batch are
+        sent, and their shards summed.
       has_aux: Whether ``loss_fn`` returns auxiliary outputs in addition to the loss.
       weighted: Whether ``loss_fn`` returns a weight with the loss. If not, a returned pair raises,
         because its second value is usually a metric, which needs ``has_aux``.
