@@ -15,8 +15,8 @@ from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Sp
 from jdistadam.kernels.reference import LeafPartition
 from jdistadam.kernels.sharded_adam import sharded_adam
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.operands import BF16, F16, F32, random_array, random_rows, scalars
-from support.quantized import adam_of_parts, by_reference, plain_array, rounded
+from support.operands import BF16, F16, F32, by_reference, random_array, random_rows, scalars
+from support.quantized import adam_of_parts, plain_array, rounded
 from support.samples import few, often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles

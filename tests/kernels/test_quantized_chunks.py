@@ -14,8 +14,8 @@ from jdistadam.kernels import reference
 from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Spec
 from jdistadam.kernels.reference import LeafPartition
 from support.bits import assert_trees_same_bits
-from support.operands import BF16, F32, random_rows, scalars
-from support.quantized import adam_of_parts, by_reference, plain_array, rounded
+from support.operands import BF16, F32, by_reference, random_rows, scalars
+from support.quantized import adam_of_parts, plain_array, rounded
 from support.samples import few
 
 VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled

@@ -1,16 +1,12 @@
-"""Operands and reference of the step with 8-bit or stochastic rounding."""
-
-import functools
+"""Operands of the step with 8-bit or stochastic rounding."""
 
 import jax
 import numpy as np
 
 from jdistadam.kernels.adam import adam
 from jdistadam.kernels.operands import Rounding
-from jdistadam.kernels.reference_step import adam_reference
 
 adam_of_parts = jax.jit(adam, static_argnums=0)
-by_reference = functools.partial(adam_reference, xp=np)
 
 
 def plain_array(rng, size, dtype, nonnegative=False):
