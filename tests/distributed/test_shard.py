@@ -11,7 +11,7 @@ from flax import nnx
 
 import jdistadam as jda
 from jdistadam.distributed.shard import Shard, is_shard, leaves_of
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.placements import FLAT, make_mesh
 from support.samples import few
 
@@ -148,7 +148,7 @@ def test_any_way_to_the_layers_gives_the_bits_of_gathering_first(of):
     params, batch = products(3), make_batch(3)
     want = stepped(make_tx("optim"), layer_by_layer(make_tx("optim")), params, batch)
     tx = make_tx()
-    assert_same_trees(stepped(tx, of(tx), params, batch), want, of.__name__)
+    assert_trees_same_bits(stepped(tx, of(tx), params, batch), want, of.__name__)
 
 
 def test_a_block_of_24_layers_is_traced_once():
@@ -171,7 +171,7 @@ def test_a_block_of_24_layers_is_traced_once():
     got = stepped(tx, loss, params, batch)
     assert count == 1
     want = stepped(make_tx("optim"), layer_by_layer(make_tx("optim")), params, batch)
-    assert_same_trees(got, want, "24 layers")
+    assert_trees_same_bits(got, want, "24 layers")
 
 
 def test_step_returns_the_form_that_it_got():
@@ -210,7 +210,7 @@ def test_step_returns_the_form_that_it_got():
             check_vma=False,
         )
         ends.append(jax.jit(run)(state.params, state.opt_state, jda.shard_batch(batch, tx)))
-    assert_same_trees(*ends, "params and state")
+    assert_trees_same_bits(*ends, "params and state")
 
 
 def test_a_shard_says_how_it_is_cut_and_no_more():
@@ -267,7 +267,7 @@ def test_flax_models_that_gather_layers_in_the_loss_give_the_same_bits(kind):
         return loss
 
     ends = [stepped(tx, loss_of(tx), params, x) for tx in (make_tx(), make_tx("optim"))]
-    assert_same_trees(*ends, kind)
+    assert_trees_same_bits(*ends, kind)
 
 
 def test_a_program_with_shards_in_it_is_exported():
@@ -278,7 +278,7 @@ def test_a_program_with_shards_in_it_is_exported():
     state = jda.TrainState.create(params, tx)
     arguments = state.params, state.opt_state, jda.shard_batch(batch, tx)
     exported = jax.export.export(step, disabled_checks=jda.export_checks())(*arguments)
-    assert_same_trees(exported.call(*arguments), step(*arguments), "exported")
+    assert_trees_same_bits(exported.call(*arguments), step(*arguments), "exported")
 
 
 def test_raw_orbax_sees_plain_arrays(tmp_path):
@@ -294,7 +294,7 @@ def test_raw_orbax_sees_plain_arrays(tmp_path):
         checkpointer.wait_until_finished()
         found = checkpointer.restore(tmp_path / "state", state.params)
     assert all(type(x) is type(jnp.zeros(())) for x in jax.tree.leaves(found))
-    assert_same_trees(found, state.params, "orbax")
+    assert_trees_same_bits(found, state.params, "orbax")
 
 
 def test_a_gradient_of_a_shards_shape_that_is_no_shard_raises():
@@ -357,7 +357,7 @@ def test_shards_are_the_carry_of_a_scan_over_steps(check_vma):
             check_vma=check_vma,
         )
         ends.append(jax.jit(run)(state.params, state.opt_state, jda.shard_batch(batch, tx)))
-    assert_same_trees(*ends, "three steps")
+    assert_trees_same_bits(*ends, "three steps")
 
 
 def test_methods_of_arrays_raise_too():

@@ -10,7 +10,7 @@ import pytest
 import jdistadam as jda
 from jdistadam.distributed import shard
 from jdistadam.distributed.config import DistributedConfig
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.dtypes import dtypes
 from support.h200 import placed
 from support.optimizers import distributed_adamw
@@ -110,7 +110,7 @@ def test_custom_training_loop_takes_the_bits_of_float32_sums(check_vma, micro_ba
         params, opt_state, norm = step(params, opt_state, jda.shard_batch(batch, tx))
         assert norm == opt_state.grad_norm
     got = jda.main_params(params, opt_state, tx)
-    assert_same_trees(got, trained_whole("flat", micro_batches, 3)[0], "main params")
+    assert_trees_same_bits(got, trained_whole("flat", micro_batches, 3)[0], "main params")
 
 
 @pytest.mark.parametrize("policy", [{}, dict(grad_comm_dtype="bfloat16", grad_reduce_dtype=None)])
