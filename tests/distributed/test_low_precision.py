@@ -21,6 +21,7 @@ from support.dtypes import dtypes
 from support.exact_sums import decays
 from support.h200 import compile_step
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.samples import few, often
 
 SHAPES = {
@@ -195,10 +196,7 @@ def test_custom_training_loop_is_train_step(cpu_mesh):
     def local(params, state, batch):
         return tx.step(grads(jda.local_params(params, tx), batch), state, params)
 
-    specs = tx.param_specs(params), tx.state_specs()
-    step = jax.jit(
-        jax.shard_map(local, mesh=tx.config.mesh, in_specs=(*specs, P("data")), out_specs=specs)
-    )
+    step = jit_over_mesh(local, tx, params)
     for batch in batches(3, FEW):
         params, state = step(params, state, jda.shard_batch(batch, tx))
     state = jda.TrainState(params, state)

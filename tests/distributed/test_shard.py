@@ -12,6 +12,7 @@ from flax import nnx
 import jdistadam as jda
 from jdistadam.distributed.shard import Shard, is_shard, leaves_of
 from support.bits import assert_trees_same_bits
+from support.own_loop import jit_over_mesh
 from support.placements import FLAT, make_mesh
 from support.samples import few
 
@@ -55,15 +56,7 @@ def own_step(tx, loss, params):
         grads = jax.grad(lambda p: loss(p, batch))(shards)
         return opt.step(grads, state, params)
 
-    specs = opt.param_specs(params), opt.state_specs()
-    mapped = jax.shard_map(
-        local_step,
-        mesh=opt.config.mesh,
-        in_specs=(*specs, opt.config.parallel.batch_spec),
-        out_specs=specs,
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    return jit_over_mesh(local_step, opt, params, check_vma=False)
 
 
 def stepped(tx, loss, params, batch):
@@ -199,17 +192,10 @@ def test_step_returns_the_form_that_it_got():
         return opt.step(grads, state, params)
 
     state = jda.TrainState.create(params, tx)
-    specs = opt.param_specs(params), opt.state_specs()
     ends = []
     for program in (functools.partial(two_steps, keep=True), alone):
-        run = jax.shard_map(
-            program,
-            mesh=tx.config.mesh,
-            in_specs=(*specs, tx.config.parallel.batch_spec),
-            out_specs=specs,
-            check_vma=False,
-        )
-        ends.append(jax.jit(run)(state.params, state.opt_state, jda.shard_batch(batch, tx)))
+        run = jit_over_mesh(program, tx, params, check_vma=False)
+        ends.append(run(state.params, state.opt_state, jda.shard_batch(batch, tx)))
     assert_trees_same_bits(*ends, "params and state")
 
 
@@ -346,17 +332,10 @@ def test_shards_are_the_carry_of_a_scan_over_steps(check_vma):
         return jda.stored_params(carry[0], opt), carry[1]
 
     state = jda.TrainState.create(params, tx)
-    specs = opt.param_specs(params), opt.state_specs()
     ends = []
     for scans in (True, False):
-        run = jax.shard_map(
-            functools.partial(steps, scans=scans),
-            mesh=tx.config.mesh,
-            in_specs=(*specs, tx.config.parallel.batch_spec),
-            out_specs=specs,
-            check_vma=check_vma,
-        )
-        ends.append(jax.jit(run)(state.params, state.opt_state, jda.shard_batch(batch, tx)))
+        run = jit_over_mesh(functools.partial(steps, scans=scans), tx, params, check_vma)
+        ends.append(run(state.params, state.opt_state, jda.shard_batch(batch, tx)))
     assert_trees_same_bits(*ends, "three steps")
 
 

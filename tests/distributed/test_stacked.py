@@ -16,6 +16,7 @@ from support.dtypes import dtypes
 from support.fast_compilation import AS_FOR_USERS
 from support.h200 import placed, products_beside
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.paths import ROOT
 from support.placements import FLAT, make_mesh
 from support.samples import often
@@ -121,14 +122,7 @@ def test_custom_loop_over_stacked_layers_is_train_step(check_vma, batches):
         return tx.step(grads, state, params)
 
     state = jda.TrainState.create(make_params(), tx)
-    specs = tx.param_specs(make_params()), tx.state_specs()
-    step = jax.jit(
-        jax.shard_map(
-            local_step, mesh=mesh, in_specs=(*specs, tx.config.parallel.batch_spec), out_specs=specs,
-            check_vma=check_vma,
-        ),
-        compiler_options=AS_FOR_USERS,
-    )  # fmt: skip
+    step = jit_over_mesh(local_step, tx, state.params, check_vma, compiler_options=AS_FOR_USERS)
     params, opt_state = state.params, state.opt_state
     for batch in batches:
         params, opt_state = step(params, opt_state, jda.shard_batch(batch, tx))
