@@ -345,7 +345,7 @@ def test_transformations_keep_values_and_starts(mesh, name, overlaps):
     assert waits == (len(starts) if overlaps else sum(found))
 
 
-def run_alone(text, platform="cpu", number=4):
+def run_alone(text, platform, number):
     """Runs a program in a process of its own. Returns what it printed."""
     constants = f"PLATFORM, NUMBER = {platform!r}, {number}\n"
     done = subprocess.run(
