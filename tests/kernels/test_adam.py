@@ -22,6 +22,7 @@ from support.operands import (
     F32,
     SIZES,
     by_reference,
+    halves_of,
     random_array,
     random_rows,
     scalars,
@@ -98,7 +99,7 @@ def split_operands(rng, sizes, dtypes, **kwargs):
     """Operands of mode "step_split": parameters as a bfloat16 and a remainder."""
     grad, mu, nu = dtypes
     operands = random_operands(rng, sizes, (grad, F32, mu, nu), **kwargs)
-    high, low = zip(*(reference.split_halves(x, BF16, np) for x in operands.params), strict=True)
+    high, low = halves_of(operands.params)
     return operands._replace(params=high, out=low)
 
 
@@ -153,7 +154,7 @@ def test_split_parameters_are_the_float32_run(platform, moments):
     """20 steps: the two halves always hold the bits of float32 parameters stepped alike."""
     rng = np.random.default_rng(8)
     operands = random_operands(rng, (4099, 5), (BF16, F32, *moments))
-    high, low = zip(*(reference.split_halves(x, BF16, np) for x in operands.params), strict=True)
+    high, low = halves_of(operands.params)
     halves = operands._replace(params=high, out=low)
     for count in range(1, 21):
         grads = random_operands(rng, (4099, 5), (BF16,) * 4).grads

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from jdistadam.core import hyperparameters
+from jdistadam.core.codecs import split_halves
 from jdistadam.kernels import native
 from jdistadam.kernels.operands import Scalars
 from jdistadam.kernels.reference_step import adam_reference
@@ -41,6 +42,11 @@ def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
         x = np.where(where, rng.choice(SPECIALS, size), x)
     with np.errstate(all="ignore"):
         return (np.abs(x) if nonnegative else x).astype(np.float32).astype(dtype)
+
+
+def halves_of(params):
+    """bfloat16 parameters with remainders, of float32 ones."""
+    return zip(*(split_halves(x, BF16, np) for x in params), strict=True)
 
 
 def random_rows(count=7):
