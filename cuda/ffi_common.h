@@ -22,7 +22,7 @@ inline ffi::Error Invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("jdistadam: " + message);
 }
 
-inline std::optional<Dtype> DtypeOf(ffi::DataType type) {
+inline std::optional<Dtype> FloatTypeOf(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F32:
       return Dtype::kFloat32;
@@ -30,12 +30,11 @@ inline std::optional<Dtype> DtypeOf(ffi::DataType type) {
       return Dtype::kBfloat16;
     case ffi::DataType::F16:
       return Dtype::kFloat16;
-    case ffi::DataType::U16:
-      return Dtype::kUint16;
     default:
       return std::nullopt;
   }
 }
+constexpr const char* kFloats = "float32, bfloat16 or float16";
 
 inline std::optional<ffi::AnyBuffer> GetBuffer(const ffi::RemainingArgs& args, size_t i) {
   const auto buffer = args.get<ffi::AnyBuffer>(i);
@@ -62,11 +61,6 @@ inline ffi::Error CheckAliased(const ffi::RemainingArgs& args, const ffi::Remain
   }
   return ffi::Error::Success();
 }
-
-inline std::optional<Dtype> FloatTypeOf(ffi::DataType type) {
-  return type == ffi::DataType::U16 ? std::nullopt : DtypeOf(type);
-}
-constexpr const char* kFloats = "float32, bfloat16 or float16";
 
 // A kind of operands or results, such as the gradients: one array per leaf, or a flat one.
 struct Kind {

@@ -27,8 +27,6 @@ struct Threads {
   std::function<void(std::function<void()>)> schedule;
 };
 
-inline const Threads kOneThread = {1, [](std::function<void()> task) { task(); }};
-
 // Turns flush-to-zero and denormals-are-zero off for a scope.
 class KeepDenormals {
  public:

@@ -22,16 +22,16 @@ from concurrent import futures
 
 from lm import command_line
 
+DEVICES = 8
+
 
 def parse_args():
     parser = command_line.make_parser(__doc__)
     add = parser.add_argument
-    add("--devices", type=int, default=8)
     add("--layers", type=int, default=8, help="of a GPT; so there are 67.7 million parameters")
     add("--width", type=int, default=768)
     add("--repeats", type=int, default=4)
     add("--folder", default="/dev/shm", help="where to write; the default is memory")
-    add("--strategy", default="optim")
     add("--out", type=pathlib.Path, required=True)
     add(
         "--part",
@@ -96,14 +96,14 @@ def run_part(args):
 
     import jdistadam as jda
 
-    jax.config.update("jax_num_cpu_devices", args.devices)
-    mesh = jax.make_mesh((args.devices,), ("data",))
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    mesh = jax.make_mesh((DEVICES,), ("data",))
     policy = jda.MixedPrecisionPolicy()
     tx = jda.distributed(
         jda.fused_adamw(1e-3),
         mesh=mesh,
         policy=policy,
-        sharding_strategy=args.strategy,
+        sharding_strategy="optim",
     )
     rng = np.random.default_rng(0)
     make = lambda shape: 0.02 * rng.standard_normal(shape, np.float32)  # noqa: E731

@@ -172,11 +172,10 @@ def main():
     parser.add_argument("--trees", nargs="+", choices=bench.TREES, default=list(bench.TREES))
     known = [*OURS, FLAT, "optax.adamw"]
     parser.add_argument("--variants", nargs="+", choices=known, help="these and torch alone")
-    parser.add_argument("--copy-elements", type=int, default=1 << 30)
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_kernel.json"))
     args = parser.parse_args()
-    copy = bench.copy_bandwidth(args.copy_elements)
+    copy = bench.copy_bandwidth(1 << 30)
     print(f"in-place copy: {copy / 1e9:.0f} GB/s", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows, power, hosts = [], {}, {}

@@ -36,7 +36,7 @@ import jdistadam as jda
 
 WORKLOADS = ("scanned-8", "unrolled-8", "scanned-1", "unrolled-1")
 EIGHT_BITS = {"mu_dtype": "block8", "nu_dtype": "block8", "rounding": "stochastic", "seed": 0}
-CALLS = 4  # of one accumulated step
+CALLS = 4  # that are timed, and of one accumulated step
 NORMS = ("grad_norm", "param_norm", "update_norm")
 COMPILERS = 4
 
@@ -134,17 +134,17 @@ class Row:
         print(f"  compiled {self.name}", flush=True)
         return self
 
-    def run(self, params, tokens, calls):
+    def run(self, params, tokens):
         """Milliseconds of a call, after as many as wrappers accumulate."""
         state = self.init(params)
         for _ in range(CALLS):
             params, state, value, _ = self.program(params, state, tokens)
         jax.block_until_ready(value)
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(CALLS):
             params, state, value, _ = self.program(params, state, tokens)
         jax.block_until_ready((params, state, value))
-        return 1e3 * (time.perf_counter() - start) / calls
+        return 1e3 * (time.perf_counter() - start) / CALLS
 
 
 def casts_inside(size, workload, attention):
@@ -158,7 +158,7 @@ def casts_inside(size, workload, attention):
     return of_wide_layers
 
 
-def measure(size, workload, sharding, rounds, calls, has_wrappers):
+def measure(size, workload, sharding, rounds, has_wrappers):
     """Records of all rows of a workload."""
     on_gpu = jax.devices()[0].platform == "gpu"
     shapes = model.shapes(size, workload.is_scanned)
@@ -186,7 +186,7 @@ def measure(size, workload, sharding, rounds, calls, has_wrappers):
             params = model.draw(shapes, sharding)
             if dtype_of(row.name) == jnp.bfloat16:
                 params = bfloat16(params)
-            times[row.name].append(row.run(params, tokens, calls))
+            times[row.name].append(row.run(params, tokens))
             del params
     for row in made:
         rival = f"{row.name.split('/')[0]}/optax"
@@ -208,9 +208,6 @@ def main():
     parser.add_argument("--size", choices=model.SIZES, help="default: gpt-1.3b on a GPU, else tiny")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of which the first wraps")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument(
-        "--calls", type=int, default=CALLS, help="timed calls of a row and round: times 4"
-    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_one_gpu.json"))
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
@@ -228,7 +225,6 @@ def main():
                 workload,
                 sharding,
                 args.rounds,
-                args.calls,
                 name == names[0],
             )
             for x in found[name]:
@@ -242,7 +238,7 @@ def main():
         args.revision,
         size=size_name,
         rounds=args.rounds,
-        calls=args.calls,
+        calls=CALLS,
         power=log.summary() if log else None,
         workloads=found,
     )

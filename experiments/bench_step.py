@@ -71,7 +71,6 @@ def arguments():
     add("--cache", help="folder that keeps compiled programs for the next run")
     add("--seconds", type=float, default=float("inf"), help="then begin no rows, rounds or traces")
     add("--torch", nargs="?", const="", help="time torch's FSDP2 too, first; names of variants")
-    add("--attention", choices=("cudnn", "xla"), help="default: cudnn on GPUs that are there")
     add("--compile-only", type=int, metavar="N", help="compile for N H200s, of which none need be")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/bench_step.json"))
     return parser.parse_args()
@@ -81,11 +80,11 @@ def make_mesh(args):
     """(mesh, whether it is of GPUs, implementation of attention)."""
     if args.compile_only:
         devices = h200s((1, args.compile_only)).devices.reshape(-1)
-        return Mesh(devices, ("data",)), True, args.attention or "xla"  # without cuDNN
+        return Mesh(devices, ("data",)), True, "xla"  # without cuDNN
     devices = np.asarray(jax.devices()[: args.devices or None])
     on_gpu = devices[0].platform == "gpu"
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
-    return mesh, on_gpu, args.attention or ("cudnn" if on_gpu else "xla")
+    return mesh, on_gpu, "cudnn" if on_gpu else "xla"
 
 
 def run_torch(args):

@@ -17,6 +17,7 @@ from lm import command_line, report
 
 import jdistadam as jda
 
+FLIPS = 200  # in the data, and as many elsewhere
 SHAPES = {"a": (256, 128), "b": (128, 256), "bias": (5,), "empty": (0, 2)}
 
 
@@ -71,7 +72,6 @@ def flipped(data, rng):
 
 def main():
     parser = command_line.make_parser(__doc__)
-    parser.add_argument("--flips", type=int, default=200, help="in the data, and as many elsewhere")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
@@ -80,7 +80,7 @@ def main():
         faults = Faults(pathlib.Path(folder))
         files = sorted(x for x in faults.folder.rglob("*") if x.is_file() and x.stat().st_size)
         large = max(files, key=lambda path: path.stat().st_size)
-        for i in range(args.flips):
+        for i in range(FLIPS):
             faults.count("bit flipped in the arrays' data", large, flipped(large.read_bytes(), rng))
             path = files[i % len(files)]
             faults.count("bit flipped in some file", path, flipped(path.read_bytes(), rng))

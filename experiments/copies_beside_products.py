@@ -27,15 +27,13 @@ BURSTS = [
     for rate in (20e9, 80e9)
     for burst in (192, 768, 3072)
 ]
+SECONDS = 0.7  # of products in each measurement
 KINDS = {"random": WHOLE + BURSTS, "zeros": WHOLE}  # of products: what is sent meanwhile
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=float, default=0.7, help="of products in each measurement"
-    )
     parser.add_argument("--revision", help="revision of the code to record; default: git's")
     parser.add_argument("--out", type=pathlib.Path)
     return parser.parse_args()
@@ -126,7 +124,7 @@ def main():
     rows = []
     for factors, kinds in KINDS.items():
         measure(gpus, factors, *NOTHING, 100)
-        times = int(args.seconds * 1e3 / (measure(gpus, factors, *NOTHING, 100)["ms"] / 100))
+        times = int(SECONDS * 1e3 / (measure(gpus, factors, *NOTHING, 100)["ms"] / 100))
         found = {kind: [] for kind in [NOTHING, *kinds]}
         for _ in range(args.rounds):
             for kind, each in found.items():

@@ -50,21 +50,22 @@ ROWS = (
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}
 TIMEOUT = 400  # seconds of a row
 HYPER = dict(learning_rate=1e-4, weight_decay=0.1)
+WIDTH, SEQUENCES, LENGTH = 4096, 4, 1024
 
 
-def size_of(name, width):
+def size_of(name):
     layers = int(name.partition("-")[2])
-    return model.Size(layers, width, max(1, width // 128), 50304, 1024)
+    return model.Size(layers, WIDTH, WIDTH // 128, 50304, LENGTH)
 
 
 class Row:
     """A method and a model on one device."""
 
-    def __init__(self, name, width, sequences, mesh, attention):
+    def __init__(self, name, mesh, attention):
         self.method = name.partition("-")[0]
         self.mesh = mesh
-        size = size_of(name, width)
-        workload = model.Workload(False, sequences, checkpoint="blocks")
+        size = size_of(name)
+        workload = model.Workload(False, SEQUENCES, checkpoint="blocks")
         self.loss = model.make_loss(size, workload, attention)
         self.shapes = model.shapes(size, False)
         if METHODS[self.method] is None:
@@ -129,16 +130,16 @@ def _drawing(shape, dtype):
     return jax.jit(draw)
 
 
-def measure(name, args):
+def measure(name, steps):
     """Takes steps and returns what a row records."""
-    row = Row(name, args.width, args.sequences, jax.make_mesh((1,), ("data",)), args.attention)
+    row = Row(name, jax.make_mesh((1,), ("data",)), "cudnn")
     device, begun = jax.devices()[0], time.perf_counter()
     state = jax.block_until_ready(row.start())
     started, seconds, losses = time.perf_counter() - begun, [], []
     print(f"{name}: the state took {started:.0f} s", file=sys.stderr, flush=True)
     rng = np.random.default_rng(0)
-    for _ in range(1 + args.steps):
-        tokens = rng.integers(0, 50304, (args.sequences, 1025), dtype=np.int32)
+    for _ in range(1 + steps):
+        tokens = rng.integers(0, 50304, (SEQUENCES, LENGTH + 1), dtype=np.int32)
         begun = time.perf_counter()
         state, metrics = row.step(state, tokens)
         losses.append(float(metrics["loss"]))
@@ -152,7 +153,7 @@ def measure(name, args):
     return {
         "seconds": typical,
         "rounds": seconds[1:],
-        "tokens_per_second": args.sequences * 1024 / typical,
+        "tokens_per_second": SEQUENCES * LENGTH / typical,
         "losses": losses,
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "limit_bytes": stats.get("bytes_limit"),
@@ -162,13 +163,13 @@ def measure(name, args):
     }
 
 
-def compiled(name, args):
+def compiled(name):
     """The bytes of a step by the compiler, for an H200 that need not be there."""
     if "host" in name:
         raise SystemExit(f"Error: {name}: devices of the compiler alone have no host memory")
     mesh = Mesh(h200s((1, 1)).devices.reshape(-1), ("data",))
-    row = Row(name, args.width, args.sequences, mesh, "xla")
-    tokens = jax.ShapeDtypeStruct((args.sequences, 1025), jnp.int32)
+    row = Row(name, mesh, "xla")
+    tokens = jax.ShapeDtypeStruct((SEQUENCES, LENGTH + 1), jnp.int32)
     memory = row.step.lower(row.state_shapes(), tokens).compile().memory_analysis()
     return {
         "argument_bytes": memory.argument_size_in_bytes,
@@ -196,24 +197,22 @@ def main():
     parser = command_line.make_parser(__doc__)
     add = parser.add_argument
     add("--rows", default=ROWS, help="names, by commas")
-    add("--width", type=int, default=4096)
-    add("--sequences", type=int, default=4, help="of 1024 tokens, in a step")
     add("--steps", type=int, default=3, help="timed steps")
-    add("--attention", choices=("cudnn", "xla"), default="cudnn")
     add("--compile-only", action="store_true", help="bytes by the compiler, for an H200")
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/largest_model.json"))
     add("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        print(json.dumps((compiled if args.compile_only else measure)(args.row, args)))
+        found = compiled(args.row) if args.compile_only else measure(args.row, args.steps)
+        print(json.dumps(found))
         return
     found = []
     for name in args.rows.split(","):
-        shapes = jax.tree.leaves(model.shapes(size_of(name, args.width), False))
+        shapes = jax.tree.leaves(model.shapes(size_of(name), False))
         size = {"name": name, "parameters": sum(x.size for x in shapes)}
         found.append(size | in_process(name))
         print(json.dumps(found[-1]), flush=True)
-        report.write_run(args.out, args.revision, sequences=args.sequences, rows=found)
+        report.write_run(args.out, args.revision, sequences=SEQUENCES, rows=found)
 
 
 if __name__ == "__main__":

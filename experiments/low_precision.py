@@ -37,6 +37,7 @@ WAYS = {
     "bf16 parameters, stochastic, bf16 moments": SIXTEEN,
     PLANTED: MAIN,
 }
+EVALUATIONS = 8
 LOSS_BOUND = 0.01
 """Nats: the whole interval of the mean difference must be inside."""
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
@@ -62,7 +63,7 @@ def make_step(args, way, loss):
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, args.steps // 10, args.steps
     )
-    tx = jda.fused_adamw(schedule, b1=0.9, b2=args.b2, weight_decay=0.1, **WAYS[way])
+    tx = jda.fused_adamw(schedule, b1=0.9, b2=0.99, weight_decay=0.1, **WAYS[way])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, tokens):
@@ -91,7 +92,7 @@ def train(args, config, way, steps, seed, texts, model, evaluate):
     held_out = np.random.default_rng(0)
     losses = [
         float(evaluate(params, corpus.batch(texts[1], config.batch, config.length, held_out)))
-        for _ in range(args.evaluations)
+        for _ in range(EVALUATIONS)
     ]
     after = jda.main_params(params, state) if "main_params_dtype" in WAYS[way] else params
     return statistics.mean(losses), before, jax.tree.map(lambda x: np.asarray(x, np.float32), after)
@@ -149,9 +150,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, help="in place of the preset's")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=4, choices=T95)
-    parser.add_argument("--evaluations", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--b2", type=float, default=0.99)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/low_precision.json"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -133,6 +133,17 @@ def h200s():
 
 
 @pytest.fixture
+def short_wait():
+    """Copies wait two seconds for a device."""
+    from jdistadam.core import waits
+
+    before = waits.wait_limit()
+    waits.set_wait_limit(2)
+    yield
+    waits.set_wait_limit(before)
+
+
+@pytest.fixture
 def several_kernel_calls(monkeypatch):
     """A kernel call for each bucket, as large states have several."""
     from jdistadam.distributed import calls

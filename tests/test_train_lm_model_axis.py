@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -78,7 +78,7 @@ def test_a_split_model_trains_as_a_whole_one(batches, options, replicas):
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         want, whole, bytes_of_whole, _ = run(batches, *options)
         got, parts, bytes_of_parts, _ = run(batches, *options, *split)
-    assert_same_trees(parts, whole, "4 x 2")
+    assert_trees_same_bits(parts, whole, "4 x 2")
     assert want[-1] < 0.9 * want[0]
     # A mean of at most eight losses in float32, each rounded once, on both sides.
     np.testing.assert_allclose(got, want, rtol=2 * 9 * 2.0**-24)

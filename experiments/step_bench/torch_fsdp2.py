@@ -300,9 +300,8 @@ def one_process(rank, count, args):
     options = {"timeout": datetime.timedelta(seconds=120)}  # if another one fails
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-        if args.attention == "cudnn":  # the default is FlashAttention
-            for backend in ("flash", "mem_efficient", "math"):
-                getattr(torch.backends.cuda, f"enable_{backend}_sdp")(False)
+        for backend in ("flash", "mem_efficient", "math"):  # attention by cuDNN
+            getattr(torch.backends.cuda, f"enable_{backend}_sdp")(False)
         dist.init_process_group("nccl", rank=rank, world_size=count, **options)
     else:
         dist.init_process_group("gloo", rank=rank, world_size=count, **options)
@@ -327,7 +326,6 @@ def main():
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none")
     parser.add_argument("--variants", default=VARIANTS, help="the floor and others, by commas")
     parser.add_argument("--devices", type=int, default=0, help="0: all")
-    parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=29531)
     parser.add_argument("--out", type=pathlib.Path, required=True)

@@ -318,13 +318,6 @@ def _number_of(state: Any, count: int) -> int:
     return int(step) if np.ndim(step) == 0 else count
 
 
-# One process, or the first of several, saves at a time. The operating system's lock on the file
-# ``.jdistadam.lock`` ends with the process, however it ends, so a file left behind does not block
-# others on the same machine. On some network file systems other machines may not see the lock.
-# There, a file that names another machine counts until it is five minutes old, and the saving
-# process renews it every minute.
-
-
 def _is_step(step: Any) -> bool:
     is_number = isinstance(step, int | np.integer) and not isinstance(step, bool)
     return is_number and bool(step >= 0)
@@ -376,6 +369,13 @@ def _roll_back(folder: Path, step: int) -> None:
         # Named as unfinished: if this is interrupted, the rest is deleted later.
         old = (folder / str(x)).rename(folder / f"{x}{_UNFINISHED}")
         shutil.rmtree(old, ignore_errors=True)
+
+
+# One process, or the first of several, saves at a time. The operating system's lock on the file
+# ``.jdistadam.lock`` ends with the process, however it ends, so a file left behind does not block
+# others on the same machine. On some network file systems other machines may not see the lock.
+# There, a file that names another machine counts until it is five minutes old, and the saving
+# process renews it every minute.
 
 
 @contextlib.contextmanager

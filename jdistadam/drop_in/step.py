@@ -96,15 +96,15 @@ def tree_step(
     params: Params,
     numbers: tuple[dict[str, Any], ...],
     schedules: tuple[dict[str, Any], ...],
-    is_skipped: Any = None,
-    grad_factor: Any = None,
+    is_skipped: Any,
+    grad_factor: Any,
     *,
     mode: str,
     known: tuple[tuple[tuple[str, Any], ...], ...],
     rows: tuple[int | None, ...],
     main_kind: Codec,
     storage: Storage,
-    norms: bool = False,
+    norms: bool,
 ) -> TreeResult:
     """Steps every leaf and advances the counts of the state.
 

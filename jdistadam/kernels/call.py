@@ -110,20 +110,18 @@ class KernelCall(NamedTuple):
         """
         operands = Operands(arrays.grads, arrays.params, arrays.mu, arrays.nu)
         if kept.is_stored:
-            mode, name = ("step_split", "out") if kept.is_remainder else _AND_CAST
+            is_split = kept.is_remainder
+            mode, name = ("step_split", "out") if is_split else ("step_and_cast", "params")
             operands = operands._replace(**{name: arrays.main})
             spec = dataclasses.replace(
                 spec,
                 mode=mode,
-                out_dtype=None if kept.is_remainder else param_dtype,
+                out_dtype=None if is_split else param_dtype,
                 flat=spec.flat and spec.flat | {name},
             )
         elif spec.mode == "update":
             spec = dataclasses.replace(spec, out_dtype=arrays.grads[0].dtype)
         return cls(kept, spec, scalars, operands, rounding, squares, adding)
-
-
-_AND_CAST = ("step_and_cast", "params")
 
 
 def run(call: KernelCall) -> Stepped:

@@ -185,7 +185,7 @@ def test_injected_hyperparameters_work_in_custom_loops_and_chains(cpu_mesh, chec
             grads = jax.grad(linear_loss)(jda.local_params(params, tx), batch)
             return tx.step(grads, state, params)
 
-        step = jit_over_mesh(local_step, tx, check_vma)
+        step = jit_over_mesh(local_step, tx, params, check_vma)
         for i, batch in enumerate(batches):
             if find is not None:
                 find(state).hyperparams["learning_rate"] = optax.linear_schedule(1e-2, 0, 4)(i)

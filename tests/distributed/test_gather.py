@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.exact_sums import linear_loss
 from support.given_gradients import SHAPES, make_tx, random_params
+from support.own_loop import jit_over_mesh
 from support.placements import PLACEMENTS
 from support.samples import few, often
 
@@ -47,24 +48,17 @@ def test_gradients_through_the_gather_equal_train_step(placement, check_vma, mic
             acc = tx.accumulate(acc, gradients(part))
         return opt.step(acc, opt_state, params)
 
-    specs = tx.param_specs(params), tx.state_specs()
-    own = jax.jit(
-        jax.shard_map(
-            local_step,
-            mesh=tx.config.mesh,
-            in_specs=(*specs, tx.config.parallel.batch_spec),
-            out_specs=specs,
-            check_vma=check_vma,
-        )
-    )
+    own = jit_over_mesh(local_step, tx, params, check_vma)
     step = jda.train_step(linear_loss, tx, accumulate_steps=micro)
     rng = np.random.default_rng(8)
     for _ in range(3):
         batch = {k: rng.integers(-9, 10, (16, *s)).astype(np.float32) for k, s in SHAPES.items()}
         params, opt_state = own(params, opt_state, jda.shard_batch(batch, tx))
         state, _ = step(state, batch)
-    assert_same_trees(params, state.params, placement)
-    assert_same_trees((opt_state.mu, opt_state.nu), (state.opt_state.mu, state.opt_state.nu), "")
+    assert_trees_same_bits(params, state.params, placement)
+    assert_trees_same_bits(
+        (opt_state.mu, opt_state.nu), (state.opt_state.mu, state.opt_state.nu), ""
+    )
 
 
 def test_shards_that_are_not_marked_raise():

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from support.bits import assert_same_bits, assert_same_trees
+from support.bits import assert_same_bits, assert_trees_same_bits
 from support.given_gradients import SHAPES, make_tx, own_step, random_grads, random_params, run
 from support.placements import FLAT, STRATEGIES
 from support.samples import often
@@ -182,7 +182,7 @@ def test_tensor_axes_change_no_bit(mesh, strategy, check_vma):
         )
     alone = make_tx(dict(shape=(4,), names=("data",)), policy)
     want = run(alone, jnp.bfloat16, steps=4, devices=4)
-    assert_same_trees((full, *jda.to_optax_state(state, tx)[:2]), want, mesh)
+    assert_trees_same_bits((full, *jda.to_optax_state(state, tx)[:2]), want, mesh)
     exact = [x.astype(np.float64).sum((0, 1)) / 4 for x in grads.values()]
     norm = np.sqrt(sum((x**2).sum() for x in exact))
     # Each contribution is rounded to bfloat16: relative 2^-9 on every element, so on the norm.
@@ -190,4 +190,4 @@ def test_tensor_axes_change_no_bit(mesh, strategy, check_vma):
 
     # And back: the state of the single axis on this mesh.
     again = jda.from_optax_state(*want[1:], tx, param_dtypes=jnp.bfloat16)
-    assert_same_trees(jda.to_optax_state(again, tx)[:2], want[1:], mesh)
+    assert_trees_same_bits(jda.to_optax_state(again, tx)[:2], want[1:], mesh)

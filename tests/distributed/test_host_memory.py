@@ -40,7 +40,7 @@ def of_few(tree):
     return {name: tree[name] for name in ("rows", "columns", "small")}
 
 
-def small_state(tx, policy="float32"):
+def small_state(tx, policy):
     """A first state, of few parameters: conversions compile a program for each."""
     dtype = "float32" if policy == "float32" else "bfloat16"
     return jda.TrainState.create(of_few(random_params()), tx, param_dtypes=dtype)

@@ -14,12 +14,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.checkpoint.parts import adam_of
 from jdistadam.core.codecs import BLOCK8, BLOCK16, BlockCodes, codec_of, is_codes
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.dtypes import dtypes
 from support.exact_sums import decays
 from support.h200 import compile_step
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.samples import few, often
 
 SHAPES = {
@@ -96,11 +98,6 @@ def stepped_by_one(kind, steps, shapes):
     return params, state
 
 
-def find_adam(state):
-    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu")  # noqa: E731
-    return next(x for x in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(x))
-
-
 def make_tx(shape, kind, *, explicit=False, **kwargs):
     names = {1: ("data",), 2: ("replica", "data")}[len(shape)]
     axis_type = AxisType.Explicit if explicit else AxisType.Auto
@@ -130,7 +127,7 @@ def assert_trained_alike(tx, state, params, own):
     assert_trees_same_bits(jda.full_params(state, tx), params)
     wanted = jax.tree.map(lambda x: np.asarray(x, np.float32), jda.main_params(params, own))
     assert_trees_same_bits(main, wanted)
-    got, want = find_adam(opt_state), find_adam(own)
+    got, want = adam_of(opt_state), adam_of(own)
     for name in ("mu", "nu"):
         pair = (as_floats(name, getattr(adam, name)) for adam in (got, want))
         assert_trees_same_bits(*pair, name)
@@ -199,10 +196,7 @@ def test_custom_training_loop_is_train_step(cpu_mesh):
     def local(params, state, batch):
         return tx.step(grads(jda.local_params(params, tx), batch), state, params)
 
-    specs = tx.param_specs(params), tx.state_specs()
-    step = jax.jit(
-        jax.shard_map(local, mesh=tx.config.mesh, in_specs=(*specs, P("data")), out_specs=specs)
-    )
+    step = jit_over_mesh(local, tx, params)
     for batch in batches(3, FEW):
         params, state = step(params, state, jda.shard_batch(batch, tx))
     state = jda.TrainState(params, state)
@@ -284,8 +278,8 @@ def test_a_checkpoint_holds_codes_and_scales(tmp_path, kind):
     assert_trained_alike(there, back, params, own)
     floats = jda.fused_adamw(**HYPER, mask=decays, mu_dtype=jnp.float32, nu_dtype=jnp.float32)
     template = jax.eval_shape(lambda p: {"params": p, "opt_state": floats.init(p)}, params)
-    wide = find_adam(jda.restore(tmp_path / "many", template)["opt_state"])
-    assert_trees_same_bits(wide, find_adam(jda.decoded(own)))
+    wide = adam_of(jda.restore(tmp_path / "many", template)["opt_state"])
+    assert_trees_same_bits(wide, adam_of(jda.decoded(own)))
 
 
 @pytest.mark.slow
@@ -293,7 +287,7 @@ def test_checkpoint_converts_between_8_and_16_bits(tmp_path):
     """From 8 bits into 16, exactly, whichever optimizer reads it; and from 16 into 8, to nearest."""
     shapes, params = jda.TrainState.shapes, random_params()
     eight, sixteen = make_tx((2,), "8 bits"), make_tx((4,), "16 bits")
-    in_floats = lambda state, tx: find_adam(jda.to_optax_state(state, tx)[1])  # noqa: E731
+    in_floats = lambda state, tx: adam_of(jda.to_optax_state(state, tx)[1])  # noqa: E731
     state = trained(eight, steps=1)
     jda.save(tmp_path / "8", state, eight)
     wide = jda.restore(tmp_path / "8", shapes(params, sixteen), sixteen)
@@ -302,8 +296,8 @@ def test_checkpoint_converts_between_8_and_16_bits(tmp_path):
     alone = jda.fused_adamw(**HYPER, mask=decays, **KINDS["16 bits"])
     template = jax.eval_shape(lambda p: {"params": p, "opt_state": alone.init(p)}, state.params)
     one = jda.restore(tmp_path / "8", template)["opt_state"]
-    assert find_adam(one).nu["rows"].codes.dtype == jnp.uint16
-    assert_trees_same_bits(find_adam(jda.decoded(one)), in_floats(state, eight))
+    assert adam_of(one).nu["rows"].codes.dtype == jnp.uint16
+    assert_trees_same_bits(adam_of(jda.decoded(one)), in_floats(state, eight))
     jda.save(tmp_path / "16", trained(sixteen, steps=1, state=wide, skip=1), sixteen)
     back = jda.restore(tmp_path / "16", shapes(params, eight), eight)
     found = jda.restore(tmp_path / "16", shapes(params, sixteen), sixteen)

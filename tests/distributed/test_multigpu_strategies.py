@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.given_gradients import make_tx, run
 from support.placements import PLACEMENTS, STRATEGIES, make_mesh
 from support.planned import as_sent, compile_row, sent
@@ -58,7 +58,7 @@ def test_gpus_give_the_bits_of_cpus_under_every_strategy(placement):
     for bucket_bytes in (1, 1 << 25):
         tx = make_tx(mesh, policy, bucket_bytes=bucket_bytes, **kwargs, **EXACT)
         got = run(tx, dtype, devices=count(), steps=10)
-        assert_same_trees(got, run_on_cpus(dtype, comm), f"{placement}, {bucket_bytes=}")
+        assert_trees_same_bits(got, run_on_cpus(dtype, comm), f"{placement}, {bucket_bytes=}")
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_layers_gathered_in_a_scan_give_the_bits_of_cpus(kind):
         for batch in batches:
             state, _ = step(state, batch)
         results.append((jda.full_params(state, tx), *jda.to_optax_state(state, tx)[:2]))
-    assert_same_trees(*results, kind)
+    assert_trees_same_bits(*results, kind)

@@ -28,9 +28,9 @@ def last(*args):
     return found[-1][0], [metrics for _, metrics in found]
 
 
-def expected(norms, guard=GUARD, mean=0.0, steps=0):
+def expected(norms, guard):
     """The same rule in float64: which steps are skipped, and the mean of the others."""
-    spikes, nonfinite = set(), set()
+    spikes, nonfinite, mean, steps = set(), set(), 0.0, 0
     for i, norm in enumerate(np.asarray(norms, np.float64)):
         limit = np.inf if guard.max_norm is None else guard.max_norm
         if guard.max_ratio is not None and steps >= guard.warmup_steps:

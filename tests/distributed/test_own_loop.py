@@ -103,7 +103,7 @@ def test_update_and_apply_is_step(cpu_mesh, check_vma):
     results = []
     for take in (functools.partial(by_update, tx.unwrapped()), tx.step):
         params, state = own_state(tx, without_empty(random_params(BF16)), check_vma)
-        own = jit_over_mesh(functools.partial(train, take), tx, check_vma)
+        own = jit_over_mesh(functools.partial(train, take), tx, params, check_vma)
         for _ in range(3):
             params, state = own(params, state, batch)
         results.append((params, state))
@@ -127,7 +127,7 @@ def test_weights_in_an_own_loop(cpu_mesh, check_vma):
         return tx.step(tx.accumulate(tx.init_grads(params), grads, weight(x)), state, params)
 
     params, state = own_state(tx, params, check_vma)
-    own = jit_over_mesh(local_step, tx, check_vma)
+    own = jit_over_mesh(local_step, tx, params, check_vma)
     got, _ = own(params, state, jda.shard_batch(x, tx))
     assert_trees_same_bits(got, want.params)
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from jdistadam.core import waits
 from jdistadam.distributed import calls
 from jdistadam.kernels import copies
 from jdistadam.training import overlap
@@ -17,13 +16,6 @@ from support.bits import assert_trees_same_bits
 
 PLATFORMS = [("cpu", 4), pytest.param("gpu", 2, marks=pytest.mark.multigpu)]
 LAYERS, WIDTH, STEPS = 4, 64, 10
-
-
-@pytest.fixture
-def short_wait():
-    waits.set_wait_limit(1)
-    yield
-    waits.set_wait_limit(300)
 
 
 class Planted:

@@ -17,6 +17,7 @@ import jdistadam as jda
 from support.bits import assert_trees_same_bits
 from support.dtypes import dtypes
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.samples import few
 
 SHAPES = {"rows": (128, 192), "columns": (3, 8192), "bias": (24,), "odd": (5,), "scalar": ()}
@@ -112,7 +113,7 @@ def test_state_is_saved_and_restored_between_strategies(tmp_path):
         assert_trees_same_bits(exported(found, other), exported(state, once))
 
 
-def own_step(tx, specs, micro):
+def own_step(tx, micro):
     """A loop that gathers once, before it differentiates."""
     tx = tx.bind(params_of())
 
@@ -125,13 +126,7 @@ def own_step(tx, specs, micro):
             acc = tx.accumulate(acc, grads)
         return tx.step(acc, state, params)
 
-    specs = specs, tx.state_specs()
-    batch_spec = tx.config.parallel.batch_spec
-    return jax.jit(
-        jax.shard_map(
-            local_step, mesh=tx.config.mesh, in_specs=(*specs, batch_spec), out_specs=specs
-        )
-    )
+    return jit_over_mesh(local_step, tx, params_of())
 
 
 @few(1)
@@ -140,7 +135,7 @@ def test_custom_training_loop_is_train_step(mesh):
     tx = make_tx(mesh)
     state = jda.TrainState.create(params_of(), tx)
     params, opt_state = state.params, state.opt_state
-    step = own_step(tx, tx.param_specs(params), 2)
+    step = own_step(tx, 2)
     for batch in batches(3):
         params, opt_state = step(params, opt_state, jda.shard_batch(batch, tx))
     want, _ = train(tx, state)

@@ -11,7 +11,8 @@ from flax import nnx
 
 import jdistadam as jda
 from jdistadam.distributed.shard import Shard, is_shard, leaves_of
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
+from support.own_loop import jit_over_mesh
 from support.placements import FLAT, make_mesh
 from support.samples import few
 
@@ -55,15 +56,7 @@ def own_step(tx, loss, params):
         grads = jax.grad(lambda p: loss(p, batch))(shards)
         return opt.step(grads, state, params)
 
-    specs = opt.param_specs(params), opt.state_specs()
-    mapped = jax.shard_map(
-        local_step,
-        mesh=opt.config.mesh,
-        in_specs=(*specs, opt.config.parallel.batch_spec),
-        out_specs=specs,
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    return jit_over_mesh(local_step, opt, params, check_vma=False)
 
 
 def stepped(tx, loss, params, batch):
@@ -148,7 +141,7 @@ def test_any_way_to_the_layers_gives_the_bits_of_gathering_first(of):
     params, batch = products(3), make_batch(3)
     want = stepped(make_tx("optim"), layer_by_layer(make_tx("optim")), params, batch)
     tx = make_tx()
-    assert_same_trees(stepped(tx, of(tx), params, batch), want, of.__name__)
+    assert_trees_same_bits(stepped(tx, of(tx), params, batch), want, of.__name__)
 
 
 def test_a_block_of_24_layers_is_traced_once():
@@ -171,7 +164,7 @@ def test_a_block_of_24_layers_is_traced_once():
     got = stepped(tx, loss, params, batch)
     assert count == 1
     want = stepped(make_tx("optim"), layer_by_layer(make_tx("optim")), params, batch)
-    assert_same_trees(got, want, "24 layers")
+    assert_trees_same_bits(got, want, "24 layers")
 
 
 def test_step_returns_the_form_that_it_got():
@@ -199,18 +192,11 @@ def test_step_returns_the_form_that_it_got():
         return opt.step(grads, state, params)
 
     state = jda.TrainState.create(params, tx)
-    specs = opt.param_specs(params), opt.state_specs()
     ends = []
     for program in (functools.partial(two_steps, keep=True), alone):
-        run = jax.shard_map(
-            program,
-            mesh=tx.config.mesh,
-            in_specs=(*specs, tx.config.parallel.batch_spec),
-            out_specs=specs,
-            check_vma=False,
-        )
-        ends.append(jax.jit(run)(state.params, state.opt_state, jda.shard_batch(batch, tx)))
-    assert_same_trees(*ends, "params and state")
+        run = jit_over_mesh(program, tx, params, check_vma=False)
+        ends.append(run(state.params, state.opt_state, jda.shard_batch(batch, tx)))
+    assert_trees_same_bits(*ends, "params and state")
 
 
 def test_a_shard_says_how_it_is_cut_and_no_more():
@@ -267,7 +253,7 @@ def test_flax_models_that_gather_layers_in_the_loss_give_the_same_bits(kind):
         return loss
 
     ends = [stepped(tx, loss_of(tx), params, x) for tx in (make_tx(), make_tx("optim"))]
-    assert_same_trees(*ends, kind)
+    assert_trees_same_bits(*ends, kind)
 
 
 def test_a_program_with_shards_in_it_is_exported():
@@ -278,7 +264,7 @@ def test_a_program_with_shards_in_it_is_exported():
     state = jda.TrainState.create(params, tx)
     arguments = state.params, state.opt_state, jda.shard_batch(batch, tx)
     exported = jax.export.export(step, disabled_checks=jda.export_checks())(*arguments)
-    assert_same_trees(exported.call(*arguments), step(*arguments), "exported")
+    assert_trees_same_bits(exported.call(*arguments), step(*arguments), "exported")
 
 
 def test_raw_orbax_sees_plain_arrays(tmp_path):
@@ -294,7 +280,7 @@ def test_raw_orbax_sees_plain_arrays(tmp_path):
         checkpointer.wait_until_finished()
         found = checkpointer.restore(tmp_path / "state", state.params)
     assert all(type(x) is type(jnp.zeros(())) for x in jax.tree.leaves(found))
-    assert_same_trees(found, state.params, "orbax")
+    assert_trees_same_bits(found, state.params, "orbax")
 
 
 def test_a_gradient_of_a_shards_shape_that_is_no_shard_raises():
@@ -346,18 +332,11 @@ def test_shards_are_the_carry_of_a_scan_over_steps(check_vma):
         return jda.stored_params(carry[0], opt), carry[1]
 
     state = jda.TrainState.create(params, tx)
-    specs = opt.param_specs(params), opt.state_specs()
     ends = []
     for scans in (True, False):
-        run = jax.shard_map(
-            functools.partial(steps, scans=scans),
-            mesh=tx.config.mesh,
-            in_specs=(*specs, tx.config.parallel.batch_spec),
-            out_specs=specs,
-            check_vma=check_vma,
-        )
-        ends.append(jax.jit(run)(state.params, state.opt_state, jda.shard_batch(batch, tx)))
-    assert_same_trees(*ends, "three steps")
+        run = jit_over_mesh(functools.partial(steps, scans=scans), tx, params, check_vma)
+        ends.append(run(state.params, state.opt_state, jda.shard_batch(batch, tx)))
+    assert_trees_same_bits(*ends, "three steps")
 
 
 def test_methods_of_arrays_raise_too():

@@ -11,11 +11,12 @@ import pytest
 
 import jdistadam as jda
 from jdistadam.tools import hlo
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.dtypes import dtypes
 from support.fast_compilation import AS_FOR_USERS
 from support.h200 import placed, products_beside
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.paths import ROOT
 from support.placements import FLAT, make_mesh
 from support.samples import often
@@ -52,7 +53,7 @@ def test_what_stands_before_an_optimizer_sees_whole_gradients_of_layers():
     batch = jax.tree.map(lambda x: x * np.cos(np.arange(x[0].size)).reshape(x[0].shape), batch)
     loss = scanned_products(lambda layer: layer)
     results = [train(tx, loss, [batch], report_nonfinite=each)[:-1] for each in (False, True)]
-    assert_same_trees(*results, "chain")
+    assert_trees_same_bits(*results, "chain")
 
 
 def test_what_stands_before_an_optimizer_mixes_no_elements_of_shards_of_layers():
@@ -100,7 +101,7 @@ def test_layers_lie_sharded_within_themselves():
         "mlp": {"up": (6, 8, 256), "down": (6, 32, 64)}, "scale": (6, 64), "odd": (6, 3001),
     }  # fmt: skip
     assert held["head"] == (8, 512) and held["embed"] == (257, 8)
-    assert_same_trees(jda.full_params(state, tx), make_params(), "full_params")
+    assert_trees_same_bits(jda.full_params(state, tx), make_params(), "full_params")
 
 
 @pytest.mark.slow
@@ -121,19 +122,12 @@ def test_custom_loop_over_stacked_layers_is_train_step(check_vma, batches):
         return tx.step(grads, state, params)
 
     state = jda.TrainState.create(make_params(), tx)
-    specs = tx.param_specs(make_params()), tx.state_specs()
-    step = jax.jit(
-        jax.shard_map(
-            local_step, mesh=mesh, in_specs=(*specs, tx.config.parallel.batch_spec), out_specs=specs,
-            check_vma=check_vma,
-        ),
-        compiler_options=AS_FOR_USERS,
-    )  # fmt: skip
+    step = jit_over_mesh(local_step, tx, state.params, check_vma, compiler_options=AS_FOR_USERS)
     params, opt_state = state.params, state.opt_state
     for batch in batches:
         params, opt_state = step(params, opt_state, jda.shard_batch(batch, tx))
     want, *_ = train(tx, loss, batches)
-    assert_same_trees(
+    assert_trees_same_bits(
         jda.full_params(jda.TrainState(params, opt_state), tx), want, "custom training loop"
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.exact_sums import linear_loss
 from support.given_gradients import SHAPES, make_tx, own_step, random_params
 from support.placements import FIRST, FLAT, PLACEMENTS, SECOND, SQUARE
@@ -38,7 +38,7 @@ def test_accumulate_gives_the_same_bits_under_every_strategy(placement, check_vm
     alone = make_tx(dict(shape=(1,), names=("data",)), policy, average_grads=False)
     scale = np.float32(1 / 24)
     want = after(alone, {k: x.sum((0, 1), keepdims=True) * scale for k, x in grads.items()}, 1)
-    assert_same_trees(got, want, placement)
+    assert_trees_same_bits(got, want, placement)
 
 
 @few(3)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jdistadam as jda
+from jdistadam.checkpoint.parts import adam_of
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.samples import few
 
@@ -74,13 +75,7 @@ def test_groups_give_the_bits_of_a_mesh_of_one_device(kind, cpu_mesh):
         params, state = jitted(grads, state, params)
     assert_trees_same_bits(params, train_state.params)
     assert_same_bits(params["cold"], random_tree(0, dtype)["cold"])
-    assert int(state_of(state).count) == 10
-
-
-def state_of(state):
-    """optax's Adam in a state."""
-    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
-    return next(x for x in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(x))
+    assert int(adam_of(state).count) == 10
 
 
 @few(1)

@@ -271,9 +271,9 @@ PLACES = {
 }
 
 
-def sharded_args(mesh, place, members=8):
+def sharded_args(mesh, place):
     """A vmapped step's arguments: learning rates, gradients, state, params."""
-    rng = np.random.default_rng(0)
+    rng, members = np.random.default_rng(0), 8
     shapes = {"w": (16, 8), "b": (8,), "c": (4, 6)}
     params, grads = (
         {k: jnp.asarray(rng.normal(size=(members, *s)), jnp.float32) for k, s in shapes.items()}

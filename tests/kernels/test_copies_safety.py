@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdistadam import compat
-from jdistadam.core import waits
 from jdistadam.kernels import copies, native
 from jdistadam.tools import hlo
 from jdistadam.training.overlap import with_overlap
@@ -168,13 +167,6 @@ def errors_of(function, mesh):
             jax.block_until_ready(shard.data)
         errors.append(str(error.value))
     return errors
-
-
-@pytest.fixture
-def short_wait():
-    waits.set_wait_limit(2)
-    yield
-    waits.set_wait_limit(300)
 
 
 @few(1)
@@ -353,7 +345,7 @@ def test_transformations_keep_values_and_starts(mesh, name, overlaps):
     assert waits == (len(starts) if overlaps else sum(found))
 
 
-def run_alone(text, platform="cpu", number=4):
+def run_alone(text, platform, number):
     """Runs a program in a process of its own. Returns what it printed."""
     constants = f"PLATFORM, NUMBER = {platform!r}, {number}\n"
     done = subprocess.run(

@@ -15,8 +15,17 @@ from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Sp
 from jdistadam.kernels.reference import LeafPartition
 from jdistadam.kernels.sharded_adam import sharded_adam
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.operands import BF16, F16, F32, random_array, random_rows, scalars
-from support.quantized import adam_of_parts, by_reference, plain_array, rounded
+from support.operands import (
+    BF16,
+    F16,
+    F32,
+    by_reference,
+    halves_of,
+    random_array,
+    random_rows,
+    scalars,
+)
+from support.quantized import adam_of_parts, plain_array, random_moment, rounded
 from support.samples import few, often
 
 SIZES = (1, 3, 127, 128, 129, 511, 512, 4099, 65_536)  # around lanes, blocks, tiles
@@ -42,14 +51,6 @@ def name_of(x):
     return getattr(x, "name", str(x))
 
 
-def moment(rng, n, dtype, name, values="plain"):
-    x = ARRAYS[values](rng, n, F32, nonnegative=name == "nu")
-    if isinstance(dtype, Codec):
-        return dtype.encode(name, x, None, np)
-    with np.errstate(all="ignore"):
-        return x.astype(dtype)
-
-
 def random_operands(seed, dtypes, mode, values="plain"):
     rng = np.random.default_rng(seed)
     grad, param, mu, nu = dtypes
@@ -58,12 +59,12 @@ def random_operands(seed, dtypes, mode, values="plain"):
     params = make(lambda n: array(rng, n, F32 if mode == "step_split" else param))
     out = ()
     if mode == "step_split":
-        params, out = zip(*(reference.split_halves(x, BF16, np) for x in params), strict=True)
+        params, out = halves_of(params)
     return Operands(
         make(lambda n: array(rng, n, grad)),
         params,
-        make(lambda n: moment(rng, n, mu, "mu", values)),
-        make(lambda n: moment(rng, n, nu, "nu", values)),
+        make(lambda n: random_moment(rng, n, mu, "mu", array)),
+        make(lambda n: random_moment(rng, n, nu, "nu", array)),
         out,
     )
 
@@ -303,7 +304,7 @@ def test_rounding_at_random_has_no_bias(platform, dtype):
     grads = np.float32(rng.normal(size=n))
     spec = Spec("step", (0,), rounding=RoundingSpec(True, (4,)))
     param_dtype = F32 if isinstance(dtype, Codec) else dtype
-    zeros = tuple(moment(rng, n, dtype, name) for name in ("mu", "nu"))
+    zeros = tuple(random_moment(rng, n, dtype, name) for name in ("mu", "nu"))
     start = [jax.tree.map(np.zeros_like, x) for x in zeros]
     exact = by_reference(
         Spec("step", (0,), rounding=RoundingSpec(False, (4,))), scalars(random_rows()),
@@ -427,7 +428,9 @@ def test_kernel_on_cut_or_packed_leaves_equals_the_reference_bitwise(platform, m
         params = (plain_array(rng, total, F32),)
     if mode == "step_split":
         out = (rng.integers(0, 2**16, total).astype(np.uint16),)
-    moments = {name: (moment(rng, total, dtype, name),) for name, dtype in (("mu", mu), ("nu", nu))}
+    moments = {
+        name: (random_moment(rng, total, dtype, name),) for name, dtype in (("mu", mu), ("nu", nu))
+    }
     operands = Operands(
         tuple(plain_array(rng, n, BF16) for n in FLAT_SIZES), params, *moments.values(), out
     )

@@ -10,12 +10,11 @@ import pytest
 
 from jdistadam.core import hyperparameters
 from jdistadam.core.codecs import BLOCK8, BLOCK16, Codec, codec_of
-from jdistadam.kernels import reference
 from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Spec
 from jdistadam.kernels.reference import LeafPartition
 from support.bits import assert_trees_same_bits
-from support.operands import BF16, F32, random_rows, scalars
-from support.quantized import adam_of_parts, by_reference, plain_array, rounded
+from support.operands import BF16, F32, by_reference, halves_of, random_rows, scalars
+from support.quantized import adam_of_parts, plain_array, random_moment, rounded
 from support.samples import few
 
 VARIANTS = {  # those of which the kernel knows all dtypes when it is compiled
@@ -51,13 +50,6 @@ def sizes_of(platform):
     return (large, 384 * 30, 128 * 77, 70_001, 300)
 
 
-def moment(rng, n, stored, name):
-    x = plain_array(rng, n, F32, nonnegative=name == "nu")
-    if isinstance(stored, Codec):
-        return stored.encode(name, x, None, np)
-    return x.astype(stored)
-
-
 def leaves(rng, make, sizes):
     return tuple(make(rng, n) for n in sizes)
 
@@ -72,10 +64,10 @@ def operands_of(rng, sizes, mode, grad, param, stored):
         x[9::7001] = 3e38  # near what float32 ends at, as are its halves
     out = ()
     if mode == "step_split":
-        params, out = zip(*(reference.split_halves(x, BF16, np) for x in params), strict=True)
+        params, out = halves_of(params)
     grads = leaves(rng, lambda r, n: plain_array(r, n, grad), sizes)
-    mu = leaves(rng, lambda r, n: moment(r, n, stored, "mu"), sizes)
-    nu = leaves(rng, lambda r, n: moment(r, n, stored, "nu"), sizes)
+    mu = leaves(rng, lambda r, n: random_moment(r, n, stored, "mu"), sizes)
+    nu = leaves(rng, lambda r, n: random_moment(r, n, stored, "nu"), sizes)
     for g, m, v in zip(grads, mu, nu, strict=True):
         untouched = slice(len(g) // 3, len(g) // 2)  # with blocks in which all is zero
         g[untouched] = 0

@@ -13,7 +13,7 @@ from jdistadam.kernels.adam import adam
 from jdistadam.kernels.operands import LeafPositions, Operands, RoundingSpec, Spec
 from jdistadam.kernels.reference_step import squares_reference
 from support.bits import assert_same_bits, assert_trees_same_bits
-from support.operands import BF16, F16, F32, random_array, random_rows, scalars
+from support.operands import BF16, F16, F32, halves_of, random_array, random_rows, scalars
 from support.quantized import plain_array, rounded
 from support.samples import few
 
@@ -41,7 +41,7 @@ def operands_of(rng, mode, grad, param, mu, array=random_array):
     params = [array(rng, n, F32 if mode == "step_split" else param) for n in SIZES]
     out = ()
     if mode == "step_split":
-        params, out = zip(*(reference.split_halves(x, BF16, np) for x in params), strict=True)
+        params, out = halves_of(params)
     return Operands(
         [array(rng, n, grad) for n in SIZES],
         params,

@@ -19,20 +19,8 @@ def assert_same_bits(got, want, err_msg=""):
         )
 
 
-def assert_same_trees(got, want, what):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        if np.asarray(a).dtype == np.int32:
-            assert np.array_equal(a, b), what
-        else:
-            assert_same_bits(a, b, what)
-
-
 def assert_trees_same_bits(got, want, what=""):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(got)[0]]
-    for path, a, b in zip(paths, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        if a.dtype.kind in "iu":
-            assert np.array_equal(a, b), what + path
-        else:
-            assert_same_bits(a, b, what + path)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, a), b in pairs:
+        assert_same_bits(a, b, what + jax.tree_util.keystr(path))

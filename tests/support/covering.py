@@ -105,12 +105,12 @@ def with_pair(pair, rng):
     return fitting(row)
 
 
-def covering(seed, tries=30):
+def covering(seed):
     """Rows that together contain every possible pair: greedy, with local improvement."""
     rng, missing, rows = np.random.default_rng(seed), possible(), []
     while missing:
         wanted = sorted(missing)
-        starts = [with_pair(wanted[rng.integers(len(wanted))], rng) for _ in range(tries)]
+        starts = [with_pair(wanted[rng.integers(len(wanted))], rng) for _ in range(30)]
         row, count = max((improved(x, missing, rng) for x in starts), key=lambda x: x[1])
         if count:  # otherwise the changed row has no missing pair
             rows.append(row)

@@ -30,6 +30,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
+from jdistadam.checkpoint.parts import adam_of
 from jdistadam.distributed import calls, host_memory
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.configurations import (
@@ -454,8 +455,7 @@ class DropIn:
 
 
 def compare(main, opt_state, reference):
-    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu")  # noqa: E731
-    (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+    adam = adam_of(opt_state)
     for name, got in (("main_params", main), ("mu", adam.mu), ("nu", adam.nu)):
         want = reference.floats(name)
         got = jax.tree.map(_as_float32, want, got)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
+from jdistadam.checkpoint.parts import adam_of
 from support.bits import assert_same_bits
 from support.configurations import CONFIG, MESHES, PLACE, SHAPES, each_leaf, fitted
 from support.differential import (
@@ -96,9 +97,7 @@ def compile_and_interpret(config, **kwargs):
 
 
 def _assert_same_on_every_device(compiled, interpreter):
-    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu")  # noqa: E731
-    leaves = jax.tree.leaves(compiled.state.opt_state, is_leaf=is_adam)
-    (state,) = filter(is_adam, leaves)
+    state = adam_of(compiled.state.opt_state)
     devices = compiled.mesh.devices
     for i, x in enumerate(jax.tree.leaves(compiled.state.params)):
         _assert_same_shards(x, interpreter.held[i], devices, interpreter.leaves[i].path)

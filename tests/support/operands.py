@@ -1,11 +1,15 @@
-"""Random operands of the kernels, and the reference applied to many leaves."""
+"""Random operands of the kernels, and their reference."""
+
+import functools
 
 import ml_dtypes
 import numpy as np
 
 from jdistadam.core import hyperparameters
-from jdistadam.kernels import native, reference
+from jdistadam.core.codecs import split_halves
+from jdistadam.kernels import native
 from jdistadam.kernels.operands import Scalars
+from jdistadam.kernels.reference_step import adam_reference
 
 F32, BF16, F16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 DTYPES = (F32, BF16, F16)
@@ -25,6 +29,7 @@ SPECIALS = (
     65504.0,
     65520.0,
 )
+by_reference = functools.partial(adam_reference, xp=np)
 
 
 def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
@@ -39,6 +44,11 @@ def random_array(rng, size, dtype, *, nonnegative=False, specials=True):
         return (np.abs(x) if nonnegative else x).astype(np.float32).astype(dtype)
 
 
+def halves_of(params):
+    """bfloat16 parameters with remainders, of float32 ones."""
+    return zip(*(split_halves(x, BF16, np) for x in params), strict=True)
+
+
 def random_rows(count=7):
     """Coefficient rows without defaults; the last group has no decay."""
     b1, b2 = 0.87, 0.9973
@@ -50,26 +60,6 @@ def random_rows(count=7):
     for name in ("weight_decay", "l2"):
         rows[-1, hyperparameters.NAMES.index(name)] = 0.0
     return rows
-
-
-def by_reference(spec, scalars, operands):
-    """kernels.adam.adam by the reference implementation: a list of AdamResult, one per leaf."""
-    rows, inv_scale, found_inf = (np.asarray(x) for x in scalars)
-    named = [dict(zip(hyperparameters.NAMES, row, strict=True)) for row in rows]
-    *others, out = operands
-    leaves = zip(*others, out or (None,) * len(operands.grads), strict=True)
-    return [
-        reference.adam_leaf(
-            spec.mode,
-            named[group],
-            inv_scale,
-            found_inf,
-            *leaf,
-            flags=spec.flags,
-            out_dtype=spec.out_dtype,
-        )
-        for group, leaf in zip(spec.groups, leaves, strict=True)
-    ]
 
 
 def scalars(rows, inv_scale=0.37, found_inf=False):

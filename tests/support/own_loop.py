@@ -34,17 +34,17 @@ def make_own_step(tx, loss, check_vma, micro_batches=1):
     )  # fmt: skip
 
 
-def jit_over_mesh(local_step, tx, check_vma):
+def jit_over_mesh(local_step, tx, params, check_vma=True, **options):
     """(params, state, batch) -> (params, state); each device takes its part of the batch."""
-    specs = (P(), tx.state_specs())
+    specs = tx.param_specs(params), tx.state_specs()
     own = jax.shard_map(
         local_step,
         mesh=tx.config.mesh,
-        in_specs=(*specs, P("data")),
+        in_specs=(*specs, tx.config.parallel.batch_spec),
         out_specs=specs,
         check_vma=check_vma,
     )
-    return jax.jit(own)
+    return jax.jit(own, **options)
 
 
 def own_state(tx, params, check_vma):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jdistadam as jda
+from jdistadam.checkpoint.parts import adam_of
 from jdistadam.distributed import calls
 from jdistadam.training import overlap
 from jdistadam.training.savings import settings_for
@@ -202,13 +203,8 @@ def test_plan_of_one_program_has_the_bytes_of_its_state(made):
     planned, state = jda.plan(params, tx), (params, tx.init(params))
     assert planned.held_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
     assert planned.held["params"] == 2 * 128 * 96 + 4 * 7 and planned.bytes_sent == 0
-    assert planned.held["mu"] == sum(x.nbytes for x in jax.tree.leaves(find_adam(state[1]).mu))
+    assert planned.held["mu"] == sum(x.nbytes for x in jax.tree.leaves(adam_of(state[1]).mu))
     assert "of the program around it" in str(planned)
-
-
-def find_adam(state):
-    is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
-    return next(filter(is_adam, jax.tree.leaves(state, is_leaf=is_adam)))
 
 
 def test_the_plan_prints_what_it_holds():

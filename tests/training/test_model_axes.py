@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
 from jdistadam.distributed.shard import leaves_of
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.exact_sums import HYPER, decays, exact_batch, linear_loss, random_params
 from support.model_axes import MESHES, TYPES, mesh_of
 from support.optimizers import distributed_adamw
@@ -76,7 +76,7 @@ def test_ten_steps_equal_those_of_one_device(mesh, strategy, kind, micro):
     tx = make_tx(mesh_of(mesh, kind), sharding_strategy=strategy, average_grads=False)
     got, metrics, state = run(tx, linear_loss, steps=10, accumulate_steps=micro)
     want, alone = ten_steps_alone()
-    assert_same_trees(got, want, mesh)
+    assert_trees_same_bits(got, want, mesh)
     for mine, theirs in zip(metrics, alone, strict=True):
         # Sums of 55,000 squares in float32, in any order: relative 55,000 ulp at most.
         np.testing.assert_allclose(mine["grad_norm"], theirs["grad_norm"], rtol=55_000 * 2**-24)
@@ -165,7 +165,7 @@ def test_everything_at_once_equals_the_mesh_without_the_axis(mesh, strategy, kin
         key = jax.random.key_data(state.rng)
         results.append(jax.device_get((exported, state.model_state, metrics, key)))
     assert metrics[-1]["skipped"] == 1 and metrics[2]["nonfinite"].any()
-    assert_same_trees(*results, mesh)
+    assert_trees_same_bits(*results, mesh)
 
 
 # A layer that is tensor-parallel: "up" cut by columns, "down" by rows, and one sum over the axis.
@@ -370,4 +370,4 @@ def test_layers_are_gathered_where_they_are_used(how, mesh, kind, micro):
         ends.append((jda.full_params(state, tx), jda.main_params(state.params, state.opt_state, tx), metrics["loss"]))  # fmt: skip
         loss, _ = jda.eval_step(loss_fn, tx)(state, batches[0])
         assert np.isfinite(loss)
-    assert_same_trees(*ends, how)
+    assert_trees_same_bits(*ends, how)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.model_axes import TYPES, mesh_of
 from support.optimizers import distributed_adamw
 from support.placements import STRATEGIES
@@ -101,7 +101,7 @@ def test_custom_loop_with_a_model_axis_is_train_step(strategy, kind, check_vma):
     params, opt_state = state.params, state.opt_state
     for x in batches():
         params, opt_state, norm = step(params, opt_state, jda.shard_batch(x, tx))
-    assert_same_trees(
+    assert_trees_same_bits(
         (params, opt_state, norm), (want.params, want.opt_state, metrics["grad_norm"]), strategy
     )
 
@@ -185,7 +185,7 @@ def test_init_in_a_custom_loop():
         axis_names={"data"},
         check_vma=False,
     )
-    assert_same_trees(jax.jit(init)(params_of()), tx.init(params_of()), "state")
+    assert_trees_same_bits(jax.jit(init)(params_of()), tx.init(params_of()), "state")
 
 
 def test_a_gradient_that_was_reduced_raises_in_a_custom_loop():
@@ -227,7 +227,7 @@ def test_gradients_may_be_of_other_types_than_their_params():
         )
         state = jda.TrainState.create(params_of(), tx)
         found.append(jax.jit(step)(state.params, state.opt_state, x))
-    assert_same_trees(*found, "params and state")
+    assert_trees_same_bits(*found, "params and state")
 
 
 def test_a_dimension_that_is_cut_twice_raises_in_a_custom_loop():
@@ -256,7 +256,7 @@ def test_a_scan_over_batches_takes_the_same_steps():
     want, _ = trained(tx)
     step, state = jda.train_step(loss_fn, tx), jda.TrainState.create(params_of(), tx)
     got, _ = jax.jit(lambda s, xs: lax.scan(step, s, xs))(state, jnp.stack(batches()))
-    assert_same_trees((got.params, got.opt_state), (want.params, want.opt_state), "state")
+    assert_trees_same_bits((got.params, got.opt_state), (want.params, want.opt_state), "state")
     for name, x in got.params.items():
         assert x.sharding.is_equivalent_to(want.params[name].sharding, x.ndim)
 
@@ -267,9 +267,9 @@ def test_chained_state_converts_to_optax_and_back():
     state, _ = trained(tx)
     main, opt_state, extra = jda.to_optax_state(state, tx)
     again = jda.from_optax_state(main, opt_state, tx, extra)
-    assert_same_trees(again.opt_state[1][:4], state.opt_state[1][:4], "moments")
+    assert_trees_same_bits(again.opt_state[1][:4], state.opt_state[1][:4], "moments")
     step, x = jda.train_step(loss_fn, tx), batches(1)[0]
-    assert_same_trees(step(again, x)[0].params, step(state, x)[0].params, "params")
+    assert_trees_same_bits(step(again, x)[0].params, step(state, x)[0].params, "params")
 
 
 def test_a_state_without_shardings_and_other_params_go_on():
@@ -284,7 +284,7 @@ def test_a_state_without_shardings_and_other_params_go_on():
     want = step(state, x)[0]
     for again in (plain, other):
         got = step(again, x)[0]
-        assert_same_trees((got.params, got.opt_state), (want.params, want.opt_state), "state")
+        assert_trees_same_bits((got.params, got.opt_state), (want.params, want.opt_state), "state")
         assert got.params["w"].sharding.is_equivalent_to(want.params["w"].sharding, 2)
 
 
@@ -298,7 +298,7 @@ def test_a_batch_may_be_sharded_over_the_model_axis_too(spec):
     for batch_spec in (None, spec):
         state = jda.TrainState.create(whole, tx)
         found.append(jda.train_step(loss_fn, tx, batch_spec=batch_spec)(state, x))
-    assert_same_trees(found[1][0].params, found[0][0].params, str(spec))
+    assert_trees_same_bits(found[1][0].params, found[0][0].params, str(spec))
     assert found[1][1]["loss"] == found[0][1]["loss"]
 
 

@@ -14,6 +14,7 @@ from support.bits import assert_trees_same_bits
 from support.convolutions import OHWI, ORDERS, SHAPES, in_order, loss, numbers, orders_in
 from support.exact_sums import HYPER, linear_loss
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.samples import few, often
 
 SMALL = {"k": (3, 3, 16, 128), "w": (128, 256), "s": (8, 24), "b": (5,)}
@@ -109,13 +110,10 @@ def test_custom_loop_has_the_same_bits_in_any_layout(strategy):
         shardings = tx.param_shardings(numbers(SMALL, 0))
         params = in_order(jax.device_put(numbers(SMALL, 0), shardings), order)
         assert not order or orders_in(params)["k"] == OHWI
-        specs = tx.param_specs(params), tx.state_specs()
-        run = jax.shard_map(
-            local, mesh=tx.config.mesh, in_specs=(*specs, P("data")), out_specs=specs
-        )
+        run = jit_over_mesh(local, tx, params, donate_argnums=(0, 1))
         rows = jax.device_put(batch(1), NamedSharding(tx.config.mesh, P("data")))
         state = tx.init(in_order(numbers(SMALL, 0), order))
-        results.append(jax.jit(run, donate_argnums=(0, 1))(params, state, rows))
+        results.append(run(params, state, rows))
     assert_trees_same_bits(*results)
 
 

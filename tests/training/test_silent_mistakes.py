@@ -11,6 +11,7 @@ import jdistadam as jda
 from support.bits import assert_same_bits, assert_trees_same_bits
 from support.lookalike import BATCH, BF16, make_params, make_tx
 from support.optimizers import distributed_adamw
+from support.own_loop import jit_over_mesh
 from support.samples import few, often
 from support.steps import by_update
 
@@ -242,7 +243,6 @@ def test_skips_in_an_own_loop_keep_the_chain(update):
     )
     params = make_params()
     state = jda.TrainState.create(params, tx)
-    specs = (P(), tx.state_specs())
 
     def local_step(params, opt_state, x):
         grads = jax.grad(plain_loss)(jda.local_params(params, tx), x)
@@ -250,11 +250,7 @@ def test_skips_in_an_own_loop_keep_the_chain(update):
             return tx.step(grads, opt_state, params)
         return by_update(tx.unwrapped(), grads, opt_state, params)
 
-    own = jax.jit(
-        jax.shard_map(
-            local_step, mesh=tx.config.mesh, in_specs=(*specs, P("data")), out_specs=specs
-        )
-    )
+    own = jit_over_mesh(local_step, tx, params)
     params, opt_state = state.params, state.opt_state
     for x in (BATCH, np.full_like(BATCH, np.nan), BATCH):
         params, opt_state = own(params, opt_state, jda.shard_batch(x, tx))

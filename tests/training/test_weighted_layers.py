@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdistadam as jda
-from support.bits import assert_same_trees
+from support.bits import assert_trees_same_bits
 from support.h200 import placed
 from support.optimizers import distributed_adamw
 from support.placements import FLAT, SQUARE, make_mesh
@@ -93,7 +93,7 @@ def test_weighted_layers_give_the_bits_of_weighted_whole_gradients(kind, dtype, 
     whole = make_tx(mesh, sharding_strategy="optim_grads", **kwargs)
     loss = weighted_products(lambda layer: layer)
     want = train(whole, loss, batches, dtype, accumulate_steps=accumulate_steps)
-    assert_same_trees(got[:-1], want[:-1], kind)
+    assert_trees_same_bits(got[:-1], want[:-1], kind)
     assert got[-1][-1] == 0  # of no weight at all
     assert all(np.isfinite(norm) and norm > 0 for norm in got[-1][:-1])
 
@@ -143,7 +143,7 @@ def test_weights_work_with_keys_model_state_and_aux():
         results.append((main, state.model_state, jax.random.key_data(state.rng), factors))
         # The means over two devices, one of which has a micro-batch of weight zero in each step.
         assert state.model_state["calls"] == 1 + 3 * (1 + 2) / 2 and len(np.unique(factors)) > 1
-    assert_same_trees(*results, "with all else")
+    assert_trees_same_bits(*results, "with all else")
 
 
 @pytest.mark.slow

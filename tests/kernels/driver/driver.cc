@@ -40,6 +40,8 @@
 namespace jdistadam {
 namespace {
 
+const Threads kOneThread = {1, [](std::function<void()> task) { task(); }};
+
 uint64_t random_state = 0x9e3779b97f4a7c15u;
 uint32_t Random() {
   random_state ^= random_state << 13;
