@@ -255,7 +255,14 @@ def check_state(
     check_alive(state)
     check_options(config, state)  # what this optimizer does not know would be lost
     text = config.layout_text(layout)
-    return check_layout_of(state, text, of_params=of_params, digest=digest)
+    found = check_layout_of(state, text, of_params=of_params, digest=digest)
+    for name, wanted in types_of_arrays(config, layout).items():
+        if wanted is not None and getattr(state, name) is None:
+            raise TreeError(
+                f"opt_state.{name}: missing: got None, expected its array. "
+                "Keep all fields of the state, or make one with init(params)."
+            )
+    return found
 
 
 def check_alive(state: Any, train_state: Any = None) -> None:
@@ -291,7 +298,7 @@ def check_placement(config: DistributedConfig, state: Any) -> None:
     JAX would move the shards without an error, and each device would use those of another.
     """
     expected = NamedSharding(config.mesh, config.parallel.state_spec)
-    got = getattr(jax.tree.leaves(state.mu)[0], "sharding", None)
+    got = getattr(next(iter(jax.tree.leaves(state.mu)), None), "sharding", None)
     if not isinstance(got, NamedSharding) or got.is_fully_replicated:
         return  # no shards to confuse
     got = memory.device_sharding(got)

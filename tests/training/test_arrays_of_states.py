@@ -322,6 +322,18 @@ def test_a_save_by_a_chain_around_the_optimizer_says_so(tmp_path):
     jda.save(tmp_path, state, chain)
 
 
+@pytest.mark.parametrize("name", ["mu", "nu", "main_params"])
+def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name):
+    """A save wrote what there was; other functions raised errors of None."""
+    tx, state = make(2)
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(**{name: None}))
+    for use in (lambda: jda.save(tmp_path, state, tx), lambda: jda.to_optax_state(state, tx)):
+        with pytest.raises(jda.errors.TreeError, match=f"^opt_state.{name}: missing: got None"):
+            use()
+    with pytest.raises(jda.errors.ShapeError, match=f"^opt_state.{name}: .*: got None"):
+        jda.train_step(loss_fn, tx)(state, np.ones(2, np.float32))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
     """They were lost: optax and torch got the main parameters, where a save raises."""
