@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit code; 2 for unusable arguments."""
     try:
         try:
-            args = command_line.make_parser().parse_args(argv)
+            args = command_line.parse(argv)
             return _run(args)
         finally:
             print(end="", flush=True)  # a broken pipe is caught here

@@ -149,7 +149,10 @@ def error_of(capsys, *argv):
 def test_unknown_commands_and_options_raise(capsys):
     assert error_of(capsys, "nonsense").startswith("jdistadam: error: ")
     assert "COMMAND" in error_of(capsys)
-    assert "--nonsense" in error_of(capsys, "plan", "--nonsense")
+    err = error_of(capsys, "plan", "--device", "4", "--nonsense")  # options may be abbreviated
+    assert err.startswith(
+        "jdistadam plan: error: unrecognized arguments: --nonsense; see jdistadam plan"
+    )
 
 
 def test_version_option_prints_the_version(capsys):

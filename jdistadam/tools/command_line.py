@@ -8,7 +8,7 @@ import math
 import pathlib
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jdistadam
@@ -123,6 +123,14 @@ def make_parser() -> Parser:
     audit.add_argument("--order", action="store_true", help="print what the step does, in order")
     _add_json(audit)
     return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the arguments; an unknown one ends the program with the usage of its command."""
+    args, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
