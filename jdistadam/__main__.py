@@ -15,21 +15,27 @@ from typing import Any, NoReturn
 from jdistadam.errors import JDistAdamError
 from jdistadam.tools import command_line, diagnostics
 
-_BROKEN_PIPE = 141  # a shell's exit code for a program whose output is no longer read
+# A shell's exit codes for a program that is interrupted, and one whose output is no longer read.
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns the exit code; 2 for unusable arguments."""
+    """Runs a subcommand and returns the exit code; 2 for unusable arguments, 1 for a failure."""
     try:
         try:
             args = command_line.parse(argv)
             return _run(args)
         finally:
-            print(end="", flush=True)  # a broken pipe is caught here
-    except BrokenPipeError:
+            print(end="", flush=True)  # what cannot be written is caught here
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except OSError as error:
         # Python flushes once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        if isinstance(error, BrokenPipeError):
+            return _BROKEN_PIPE
+        print(f"jdistadam: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(args: argparse.Namespace) -> int:

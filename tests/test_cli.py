@@ -591,6 +591,24 @@ def test_closed_pipe_prints_no_error():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_output_that_cannot_be_written_is_a_failure_with_one_line():
+    command = [sys.executable, "-P", "-m", "jdistadam", "plan"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=120, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "jdistadam: error: [Errno 28] No space left on device\n"
+
+
+def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(__main__._COMMANDS, "info", interrupted)
+    assert __main__.main(["info"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 @few(2)
 @pytest.mark.parametrize("variant", sorted(bench.VARIANTS))
 def test_every_bench_variant_steps(variant):
