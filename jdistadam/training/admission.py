@@ -147,7 +147,10 @@ class Gate:
     def admit_types(self, state: Any, batch: Any) -> Any:
         """Asks what shapes can be asked; returns the batch, which is placed unless it is shapes."""
         check_train_state(state)
-        check_structure(state.opt_state, find_state(state.opt_state), self._tx)
+        sharded = find_state(state.opt_state)
+        if not trees.is_traced(state):
+            check_placement(self._tx.config, sharded)
+        check_structure(state.opt_state, sharded, self._tx)
         self._tx.layout(state.params)  # on which compiler options may depend
         return batch if trees.parts_of(batch, jax.ShapeDtypeStruct) else self._placed(batch)
 

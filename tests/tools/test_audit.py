@@ -267,6 +267,16 @@ def test_parameters_gathered_once_for_all_micro_batches_are_missing(cpu_mesh):
     assert gathers.note == "MISSING" and gathers.found == 128 * 128, str(found)
 
 
+@pytest.mark.parametrize("of", [jda.TrainState.create, jda.TrainState.shapes])
+def test_a_state_on_another_mesh_raises_as_in_a_step(cpu_mesh, of):
+    tx, other = (distributed_adamw(1e-3, mesh=cpu_mesh(n)) for n in (8, 4))
+    step = jda.train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx)
+    state, batch = of({"w": jnp.ones(400)}, other), np.ones((8, 400), np.float32)
+    for look in (step.lower, step.order, lambda *args: jda.audit(step, *args)):
+        with pytest.raises(jda.MeshError, match=r"another mesh.* on \{'\w+': 4\}, expected .* 8\}"):
+            look(state, batch)
+
+
 def test_one_device_has_nothing_to_check(cpu_mesh):
     tx = distributed_adamw(1e-3, mesh=cpu_mesh(1))
     state = jda.TrainState.create({"w": jnp.ones(400)}, tx)
