@@ -49,10 +49,10 @@ def plan(
       >>> p.held["params"], p.held["mu"], p.bytes_sent
       (4194304, 4194304, 0)
     """
+    check_count("accumulate_steps", accumulate_steps)
     if isinstance(tx, FusedTransformation) and not isinstance(tx, DistributedTransformation):
         return _plan_of_one_program(params, tx)
     check_distributed(tx)
-    check_count("accumulate_steps", accumulate_steps)
     trees.check_dtypes(params, name="params")
     found = plan_of(tx.config, params, accumulate_steps=accumulate_steps)
     if is_distributed_state(tx.state_specs()):
@@ -63,6 +63,8 @@ def plan(
 
 def _plan_of_one_program(params: Params, tx: FusedTransformation) -> Plan:
     """What ``fused_adamw`` holds, in whole arrays; how they are sharded is the program's."""
+    trees.check_numbers(params, name="params")
+    params = jax.eval_shape(lambda tree: tree, params)  # numbers, too, in the dtypes of jax
     held = {"params": nbytes_of(params)}
     for leaf in parts.leaves_of("opt_state", jax.eval_shape(tx.init, params)):
         name = leaf.section or ("others" if math.prod(leaf.value.shape) > 1 else "scalars")

@@ -207,6 +207,17 @@ def test_plan_of_one_program_has_the_bytes_of_its_state(made):
     assert "of the program around it" in str(planned)
 
 
+def test_plan_of_one_program_takes_what_its_optimizer_takes():
+    """Also numbers, and arrays whose dtype jax narrows."""
+    tx = jda.fused_adamw(1e-3)
+    planned = jda.plan({"scale": 1.0, "w": np.ones(3)}, tx)
+    assert planned.held == {"params": 16, "scalars": 4, "mu": 16, "nu": 16}
+    with pytest.raises(jda.DtypeError, match=r"params\['w'\]: not an array: got 'x'"):
+        jda.plan({"w": "x"}, tx)
+    with pytest.raises(jda.HyperparameterError, match="accumulate_steps: out of range: got 0"):
+        jda.plan({"w": np.ones(3)}, tx, accumulate_steps=0)
+
+
 def test_the_plan_prints_what_it_holds():
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu")[:8])
     tx = distributed_adamw(1e-3, mesh=mesh)
