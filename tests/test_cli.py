@@ -316,10 +316,10 @@ def test_plan_begins_with_what_was_planned(small, tmp_path, capsys):
 def test_plan_prints_the_transport_and_why(small, capsys):
     assert __main__.main(["plan", *small, "--devices", "8"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "communication: xla (--grad-reduce-dtype None)"
+    assert said == "communication: xla (--grad-reduce-dtype none)"
     assert __main__.main(["plan", *small, "--devices", "8", "--replicas", "2"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "communication: xla (--grad-reduce-dtype None)"
+    assert said == "communication: xla (--grad-reduce-dtype none)"
 
 
 def test_plan_takes_peer_memory_host_memory_and_a_model_axis(monkeypatch, capsys):
@@ -412,7 +412,7 @@ def test_plan_as_json_has_the_printed_numbers_in_bytes(small, capsys):
     assert report["communication"] == {"name": "peer", "why_not_peer": ""}
     assert __main__.main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["communication"]["why_not_peer"] == "--grad-reduce-dtype None"
+    assert report["communication"]["why_not_peer"] == "--grad-reduce-dtype none"
 
 
 def test_audit_as_json_has_rows_and_the_verdict(small, capsys):

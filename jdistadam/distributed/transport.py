@@ -157,7 +157,7 @@ def _obstacles(parallel: DataParallel, policy: MixedPrecisionPolicy) -> Iterator
     if parallel.size(parallel.shard_axes) == 1:
         yield "1 device"
     if policy.grad_reduce_dtype != np.float32:
-        yield f"grad_reduce_dtype {policy.grad_reduce_dtype}"
+        yield f"grad_reduce_dtype={policy.grad_reduce_dtype}"
 
 
 def _obstacles_of_devices(parallel: DataParallel, *, is_asked_for: bool) -> Iterator[str]:

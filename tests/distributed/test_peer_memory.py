@@ -166,7 +166,7 @@ def test_a_state_in_host_memory_gets_the_same_bits(cpu_mesh, strategy, setting):
 
 UNSUPPORTED = [
     (dict(sharding_strategy="no_shard"), "sharding_strategy 'no_shard'"),
-    (dict(policy=jda.MixedPrecisionPolicy()), "grad_reduce_dtype None"),
+    (dict(policy=jda.MixedPrecisionPolicy()), "grad_reduce_dtype=None"),
     (dict(state_memory="pinned_host"), "updates during the backward pass"),
     (dict(early_updates=True), "updates during the backward pass"),
 ]
@@ -241,7 +241,7 @@ def test_plan_and_audit_know_the_transport(cpu_mesh, strategy):
     rows = [(row.op, row.planned, row.found) for row in found.rows]
     assert rows == [(f"copied {op}", size, size) for op in ("all-gather", "all-to-all")]
     over_xla = str(jda.plan(params, distributed_adamw(1e-3, mesh=cpu_mesh(4))))
-    assert over_xla.endswith("\ncommunication: xla (grad_reduce_dtype None)")
+    assert over_xla.endswith("\ncommunication: xla (grad_reduce_dtype=None)")
     assert "transport" not in over_xla
 
 
