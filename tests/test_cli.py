@@ -499,6 +499,7 @@ def test_plan_says_in_a_line_what_is_wrong(capsys, options, said):
         ("", "is not JSON: "),
         (b"\xff\xfe\x00", "is not JSON: "),
         ("[" * 100_000, "is not JSON: "),
+        ('{"w": [3], "b": [3], "w": [3, 4]}', "the key 'w' is there twice"),
         ("[3, 4]", 'got [3, 4], expected an object like {"w": [1024, 64]}'),
         ("{}", "got {}, expected an object"),
         ("null", "got None, expected an object"),

@@ -289,7 +289,8 @@ def _tree(text: str) -> Tree:
     if text in bench.TREES:
         return Tree(text, bench.TREES[text])
     try:
-        shapes = json.loads(pathlib.Path(text).read_text(encoding="utf-8"))
+        content = pathlib.Path(text).read_text(encoding="utf-8")
+        shapes = json.loads(content, object_pairs_hook=_without_repetition)
     except OSError as error:
         names = ", ".join(bench.TREES)
         raise argparse.ArgumentTypeError(
@@ -305,6 +306,16 @@ def _tree(text: str) -> Tree:
             expected = f"one level, with the paths of leaves: {{{leaf}: [1024, 64]}}"
         _check(f"{text}: shape of {path!r}", _is_shape(shape), shape, expected)
     return Tree(text, {path: tuple(shape) for path, shape in shapes.items()})
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file; raises ValueError for a key twice, of which one would be lost."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
 
 
 def _flat_path(path: str, tree: Any) -> str:
