@@ -68,9 +68,10 @@ def _bench(args: argparse.Namespace) -> int:
     from jdistadam.tools import bench
 
     if args.list:
-        for name, shapes in bench.TREES.items():
-            size = sum(map(math.prod, shapes.values()))
-            print(f"{name:<12} {len(shapes):>5} leaves {size:>13,} parameters")
+        sizes = {k: (len(x), sum(map(math.prod, x.values()))) for k, x in bench.TREES.items()}
+        lines = [f"{k:<12} {n:>5} leaves {size:>13,} parameters" for k, (n, size) in sizes.items()]
+        listed = {k: {"leaves": n, "parameters": size} for k, (n, size) in sizes.items()}
+        print(json.dumps(listed, indent=2) if args.json else "\n".join(lines))
         return 0
     device = _devices(args)[0]
     on_gpu = device.platform == "gpu"

@@ -246,6 +246,9 @@ def test_bench_lists_its_trees_and_raises_for_others(capsys):
     assert __main__.main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert "gpt2s" in out and "124,474,368 parameters" in out and "1000 leaves" in out
+    assert __main__.main(["bench", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["gpt2s"]["parameters"] == 124_474_368 and listed["many1000x4k"]["leaves"] == 1000
     err = error_of(capsys, "bench", "--trees", "gpt2s", "gpt3")
     assert "argument --trees: invalid choice: 'gpt3'" in err and "resnet50" in err
 
