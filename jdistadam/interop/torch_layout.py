@@ -341,10 +341,11 @@ def _one_step(steps: Mapping[str, Any]) -> int:
             )
         count = as_numpy(f"step of {where}", step)
         found.setdefault(float(count.item()) if count.size == 1 else count.shape, where)
-    if len(found) > 1 or not all(isinstance(x, float) and x.is_integer() and x >= 0 for x in found):
+    is_count = [isinstance(x, float) and x.is_integer() and 0 <= x < 1 << 31 for x in found]
+    if len(found) > 1 or not all(is_count):
         raise TreeError(
             "step: not one whole number for all parameters, as one count serves all of ours: "
-            f"got {found}, expected one whole number of steps. "
+            f"got {found}, expected one whole number of steps below 2**31. "
             "Leave out parameters that were not trained from the start."
         )
     return int(next(iter(found), 0))

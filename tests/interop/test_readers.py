@@ -198,6 +198,7 @@ BAD = {
     "no params": (lambda: interop.from_torch({"state": {}, "param_groups": [{}]}, W, ["w"]), "not a list"),
     "a group of others": (lambda: interop.to_torch(interop.NamedState(0, {}, (interop.Group(("w",), SETTINGS),))), "'w': is in a group"),
     "half a step": (lambda: interop.from_torch(torch_like(**M | dict(step=1.5)), W, ["w"]), "whole number"),
+    "too many steps": (lambda: interop.from_torch(torch_like(**M | dict(step=3e9)), W, ["w"]), r"below 2\*\*31"),
     "a shard": (lambda: interop.from_torch(torch_like(exp_avg=DTENSOR, exp_avg_sq=W["w"]), W, ["w"]), "dcp_to_torch_save"),
     "an object": (lambda: interop.from_torch(torch_like(exp_avg="x", exp_avg_sq=W["w"]), W, ["w"]), "exp_avg of 'w'"),
     "nemo's for torch": (lambda: interop.from_torch(their_layouts.nemo(STATE), PARAMS, NAMES), "from_nemo"),
