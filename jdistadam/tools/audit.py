@@ -171,7 +171,7 @@ def audit(step: TrainStep, state: TrainState, batch: Any) -> Audit:
     Args:
       step: The result of ``train_step``.
       state: A train state, or a tree of ``jax.ShapeDtypeStruct`` with shardings.
-      batch: A batch, or a tree of ``jax.ShapeDtypeStruct`` with shardings.
+      batch: A batch, or a tree of ``jax.ShapeDtypeStruct``, with shardings or without.
 
     Returns:
       An ``Audit``: ``print`` it, or read ``passed`` and ``rows``. XLA's CPU backend widens bfloat16

@@ -145,14 +145,21 @@ class Gate:
         return Admitted(flat, self._apart(batch, state), digest)
 
     def admit_types(self, state: Any, batch: Any) -> Any:
-        """Asks what shapes can be asked; returns the batch, which is placed unless it is shapes."""
+        """Asks what shapes can be asked; returns the batch placed, or its shapes with a place."""
         check_train_state(state)
         sharded = find_state(state.opt_state)
         if not trees.is_traced(state):
             check_placement(self._tx.config, sharded)
         check_structure(state.opt_state, sharded, self._tx)
         self._tx.layout(state.params)  # on which compiler options may depend
-        return batch if trees.parts_of(batch, jax.ShapeDtypeStruct) else self._placed(batch)
+        if not trees.parts_of(batch, jax.ShapeDtypeStruct):
+            return self._placed(batch)
+
+        def with_place(x: Any) -> Any:
+            is_shape = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
+            return x.update(sharding=self._batch_sharding) if is_shape else x
+
+        return jax.tree.map(with_place, batch)
 
     def returned(self, state: TrainState, digest: bytes) -> TrainState:
         """Returns a step's result, whose params are ``Leaves``; the next call recognizes it."""

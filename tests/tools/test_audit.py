@@ -277,6 +277,15 @@ def test_a_state_on_another_mesh_raises_as_in_a_step(cpu_mesh, of):
             look(state, batch)
 
 
+def test_shapes_of_a_batch_need_no_shardings(cpu_mesh):
+    tx = distributed_adamw(1e-3, mesh=cpu_mesh(8))
+    step = jda.train_step(lambda params, batch: jnp.sum(batch["x"] @ params["w"]), tx)
+    state = jda.TrainState.shapes({"w": jnp.ones(400)}, tx)
+    batch = {"x": jax.ShapeDtypeStruct((8, 400), jnp.float32)}
+    assert jda.audit(step, state, batch).passed
+    assert step.order(state, batch) == "" and step.lower(state, batch).compile()
+
+
 def test_one_device_has_nothing_to_check(cpu_mesh):
     tx = distributed_adamw(1e-3, mesh=cpu_mesh(1))
     state = jda.TrainState.create({"w": jnp.ones(400)}, tx)
