@@ -185,6 +185,7 @@ def test_help_says_what_each_option_is_and_its_default(capsys, command):
         assert "{no_shard,optim,optim_grads,optim_grads_params}" in text
         assert "bfloat16, float16 (default: bfloat16) --replicas" in text
         assert "JSON file {path: shape} (default: gpt2s)" in text
+        assert "none: it updates the model's; one of float32, remainder16, none (def" in text
 
 
 @pytest.mark.slow

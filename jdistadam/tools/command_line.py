@@ -272,7 +272,7 @@ def _add_dtype(parser: Parser, name: str, choices: tuple[str, ...], default: str
         choices=choices,
         default=default,
         metavar="DTYPE",
-        help=f"dtype of {use}: %(choices)s",
+        help=f"dtype of {use}; one of %(choices)s",
     )
 
 
