@@ -243,7 +243,9 @@ def _name_of(raw: list[Any], keys: list[str], names: Names, where: str) -> dict[
     if names is None and not all(map(str.isdigit, keys)):
         names = {key: key for key in keys}
     elif names is None and all("param_names" in group for group in raw):
-        names = dict(zip(keys, (n for group in raw for n in group["param_names"]), strict=True))
+        of_group = [sequence(f"{where}: param_names", group["param_names"]) for group in raw]
+        given = [name for found in of_group for name in found]
+        names = dict(zip(keys, given, strict=True)) if len(given) == len(keys) else given
     elif names is None:
         raise TreeError(
             "names: missing: the dictionary has parameters by index alone: got None, "

@@ -197,6 +197,8 @@ BAD = {
     "no step": (lambda: interop.from_torch(torch_like(exp_avg=W["w"], exp_avg_sq=W["w"]), W, ["w"]), "state of 'w': has no step count"),
     "no params": (lambda: interop.from_torch({"state": {}, "param_groups": [{}]}, W, ["w"]), "not a list"),
     "a group of others": (lambda: interop.to_torch(interop.NamedState(0, {}, (interop.Group(("w",), SETTINGS),))), "'w': is in a group"),
+    "names in groups": (lambda: interop.from_torch({"state": {0: M}, "param_groups": [dict(params=[0], param_names=["w", "v"])]}, W), "got 2 names, 2 different ones, expected one name for each of the 1"),
+    "no names in groups": (lambda: interop.from_torch({"state": {0: M}, "param_groups": [dict(params=[0], param_names=None)]}, W), "param_names: not a list"),
     "half a step": (lambda: interop.from_torch(torch_like(**M | dict(step=1.5)), W, ["w"]), "whole number"),
     "too many steps": (lambda: interop.from_torch(torch_like(**M | dict(step=3e9)), W, ["w"]), r"below 2\*\*31"),
     "a shard": (lambda: interop.from_torch(torch_like(exp_avg=DTENSOR, exp_avg_sq=W["w"]), W, ["w"]), "dcp_to_torch_save"),
