@@ -334,6 +334,19 @@ def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name):
         jda.train_step(loss_fn, tx)(state, np.ones(2, np.float32))
 
 
+@pytest.mark.parametrize("name", ["key", "count"])
+def test_a_state_without_its_key_or_count_is_refused(tmp_path, name):
+    """A restored state had a new key; an exported one had no count."""
+    tx, state = make(2)
+    rounds = dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic", seed=7)
+    tx = distributed_adamw(**HYPER, mesh=tx.config.mesh, **rounds)
+    state = jda.TrainState.create(state.params, tx)
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(**{name: None}))
+    for use in (lambda: jda.save(tmp_path, state, tx), lambda: jda.to_optax_state(state, tx)):
+        with pytest.raises(jda.errors.TreeError, match=f"^opt_state.{name}: missing: got None"):
+            use()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_state_with_other_params_is_not_exported(tmp_path, dtype):
     """They were lost: optax and torch got the main parameters, where a save raises."""
