@@ -322,10 +322,13 @@ def test_a_save_by_a_chain_around_the_optimizer_says_so(tmp_path):
     jda.save(tmp_path, state, chain)
 
 
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
 @pytest.mark.parametrize("name", ["mu", "nu", "main_params"])
-def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name):
+def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name, ema_decay):
     """A save wrote what there was; other functions raised errors of None."""
     tx, state = make(2)
+    tx = distributed_adamw(**HYPER, mesh=tx.config.mesh, ema_decay=ema_decay)
+    state = jda.TrainState.create(state.params, tx)
     state = dataclasses.replace(state, opt_state=state.opt_state._replace(**{name: None}))
     for use in (lambda: jda.save(tmp_path, state, tx), lambda: jda.to_optax_state(state, tx)):
         with pytest.raises(jda.errors.TreeError, match=f"^opt_state.{name}: missing: got None"):
