@@ -319,6 +319,9 @@ def test_a_save_by_a_chain_around_the_optimizer_says_so(tmp_path):
     state = jda.TrainState.create(state.params, chain)
     with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer: got tuple"):
         jda.save(tmp_path, state, tx)
+    longer = jda.chain(optax.scale(0.5), optax.scale(0.5), tx)
+    with pytest.raises(jda.errors.TreeError, match="got tuple of 2 parts instead of 3, expected"):
+        jda.save(tmp_path, state, longer)
     jda.save(tmp_path, state, chain)
 
 
