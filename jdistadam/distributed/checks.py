@@ -256,12 +256,12 @@ def check_state(
     check_options(config, state)  # what this optimizer does not know would be lost
     text = config.layout_text(layout)
     found = check_layout_of(state, text, of_params=of_params, digest=digest)
-    for name, wanted in types_of_arrays(config, layout).items():
-        if wanted is not None and getattr(state, name) is None:
-            raise TreeError(
-                f"opt_state.{name}: missing: got None, expected its array. "
-                "Keep all fields of the state, or make one with init(params)."
-            )
+    needed = [name for name, x in _types_of(config, layout).items() if x is not None]
+    if missing := [name for name in (*needed, "count") if getattr(state, name) is None]:
+        raise TreeError(
+            f"opt_state.{missing[0]}: missing: got None, expected its array. "
+            "Keep all fields of the state, or make one with init(params)."
+        )
     return found
 
 
@@ -396,11 +396,15 @@ def check_layout_of(
 
 def _check_flat_arrays(config: DistributedConfig, layout: Layout, state: Any) -> None:
     """Raises unless the flat arrays of a state have the layout's sizes and the policy's dtypes."""
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    expected = types_of_arrays(config, layout)
-    expected["key"] = key if config.algorithm.storage.is_stochastic else None
-    for name, wanted in expected.items():
+    for name, wanted in _types_of(config, layout).items():
         _check_flat_array(name, getattr(state, name, "no such field"), wanted)
+
+
+def _types_of(config: DistributedConfig, layout: Layout) -> dict[str, Any]:
+    """Returns shapes and dtypes of one device's flat arrays, and of the key; None: it has none."""
+    is_stochastic = config.algorithm.storage.is_stochastic
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32) if is_stochastic else None
+    return types_of_arrays(config, layout) | {"key": key}
 
 
 def _kind(x: Any) -> Any:

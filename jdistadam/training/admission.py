@@ -15,7 +15,8 @@ Question                                                            train  eval 
 10. Does it hold an array twice, or share one with the batch?       x
 ==================================================================  =====  ====  ====  ======
 
-"7": it skips this question alone; "f.": only the fields are asked; "o.": only for optax and torch.
+"7": it skips this question alone; "f.": only the fields are asked, by a save also the parts of a
+chain; "o.": only for optax and torch.
 
 The answer is an ``Admitted``, or one error. Up to 7, the host answers alone: a process that raises
 there is missing in 8, and the others name it. After 8, arrays in other places are copied, and

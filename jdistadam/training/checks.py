@@ -61,6 +61,8 @@ def check_parts(opt_state: OptState, tx: DistributedTransformation) -> None:
         pairs = zip(specs._fields, specs, opt_state, strict=True)
         names = [name for name, spec, part in pairs if not _has_structure(spec, part)]
         others = f" with another {', '.join(names)}"
+    elif type(specs) is type(opt_state) and len(specs) != len(opt_state):
+        others = f" of {len(opt_state)} parts instead of {len(specs)}"
     raise TreeError(
         f"opt_state: not the state of this optimizer: got {type(opt_state).__name__}{others}, "
         f"expected {type(specs).__name__}, of the structure that init returns. "

@@ -319,19 +319,38 @@ def test_a_save_by_a_chain_around_the_optimizer_says_so(tmp_path):
     state = jda.TrainState.create(state.params, chain)
     with pytest.raises(jda.errors.TreeError, match="not the state of this optimizer: got tuple"):
         jda.save(tmp_path, state, tx)
+    longer = jda.chain(optax.scale(0.5), optax.scale(0.5), tx)
+    with pytest.raises(jda.errors.TreeError, match="got tuple of 2 parts instead of 3, expected"):
+        jda.save(tmp_path, state, longer)
     jda.save(tmp_path, state, chain)
 
 
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
 @pytest.mark.parametrize("name", ["mu", "nu", "main_params"])
-def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name):
+def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name, ema_decay):
     """A save wrote what there was; other functions raised errors of None."""
     tx, state = make(2)
+    tx = distributed_adamw(**HYPER, mesh=tx.config.mesh, ema_decay=ema_decay)
+    state = jda.TrainState.create(state.params, tx)
     state = dataclasses.replace(state, opt_state=state.opt_state._replace(**{name: None}))
     for use in (lambda: jda.save(tmp_path, state, tx), lambda: jda.to_optax_state(state, tx)):
         with pytest.raises(jda.errors.TreeError, match=f"^opt_state.{name}: missing: got None"):
             use()
     with pytest.raises(jda.errors.ShapeError, match=f"^opt_state.{name}: .*: got None"):
         jda.train_step(loss_fn, tx)(state, np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("name", ["key", "count"])
+def test_a_state_without_its_key_or_count_is_refused(tmp_path, name):
+    """A restored state had a new key; an exported one had no count."""
+    tx, state = make(2)
+    rounds = dict(mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16, rounding="stochastic", seed=7)
+    tx = distributed_adamw(**HYPER, mesh=tx.config.mesh, **rounds)
+    state = jda.TrainState.create(state.params, tx)
+    state = dataclasses.replace(state, opt_state=state.opt_state._replace(**{name: None}))
+    for use in (lambda: jda.save(tmp_path, state, tx), lambda: jda.to_optax_state(state, tx)):
+        with pytest.raises(jda.errors.TreeError, match=f"^opt_state.{name}: missing: got None"):
+            use()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
