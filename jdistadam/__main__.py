@@ -30,8 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as error:
-        # Python flushes once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python flushes once more at exit, which must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return _BROKEN_PIPE
         print(f"jdistadam: error: {error}", file=sys.stderr)

@@ -118,8 +118,7 @@ def compared_with_main(
     in other places are copied to theirs. A remainder is the other half of its parameter, and
     matches every value. There the average tells, if there is one: it is in place of the params of
     the last step if these are equal to it, rounded, and their exact values are not. Nothing tells
-    of float32 params without main parameters: an average may have begun with them. If a state lacks
-    its main parameters, nothing is compared; the step refuses it.
+    of float32 params without main parameters: an average may have begun with them.
 
     Args:
       config: The configuration.
@@ -130,8 +129,7 @@ def compared_with_main(
     kind = config.policy.main_params
     tells = state.main_params is not None and not kind.is_remainder
     compared = [bucket for bucket in layout.buckets if bucket.has_main and tells]
-    is_whole = state.main_params is not None or not any(b.has_main for b in layout.buckets)
-    has_average = state.ema is not None and any(map(_rounds_average, layout.buckets)) and is_whole
+    has_average = state.ema is not None and any(map(_rounds_average, layout.buckets))
     if not (compared or has_average):
         return [], False
     static = config.parallel, kind, config.policy.param_comm_dtype, layout.buckets

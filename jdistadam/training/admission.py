@@ -43,7 +43,6 @@ from jdistadam.core.trees import OptState, Params
 from jdistadam.distributed import host_memory
 from jdistadam.distributed.checks import (
     check_alive,
-    check_layout_of,
     check_placement,
     check_state,
 )
@@ -124,8 +123,8 @@ class Gate:
             if not is_traced:
                 check_placement(tx.config, sharded)
             check_structure(state.opt_state, sharded, tx)
-            text = tx.config.layout_text(tx.layout(state.params))
-            digest = check_layout_of(sharded, text, digest=digest)
+            layout = tx.layout(state.params)
+            digest = check_state(tx.config, sharded, layout, digest=digest)
         if is_traced:
             return Admitted(state, batch, None)
         self._agree(state, batch)

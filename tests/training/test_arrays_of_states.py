@@ -333,11 +333,13 @@ def test_a_state_without_one_of_its_arrays_is_refused(tmp_path, name, ema_decay)
     tx = distributed_adamw(**HYPER, mesh=tx.config.mesh, ema_decay=ema_decay)
     state = jda.TrainState.create(state.params, tx)
     state = dataclasses.replace(state, opt_state=state.opt_state._replace(**{name: None}))
-    for use in (lambda: jda.save(tmp_path, state, tx), lambda: jda.to_optax_state(state, tx)):
+    for use in (
+        lambda: jda.save(tmp_path, state, tx),
+        lambda: jda.to_optax_state(state, tx),
+        lambda: jda.train_step(loss_fn, tx)(state, np.ones(2, np.float32)),
+    ):
         with pytest.raises(jda.errors.TreeError, match=f"^opt_state.{name}: missing: got None"):
             use()
-    with pytest.raises(jda.errors.ShapeError, match=f"^opt_state.{name}: .*: got None"):
-        jda.train_step(loss_fn, tx)(state, np.ones(2, np.float32))
 
 
 @pytest.mark.parametrize("name", ["key", "count"])
