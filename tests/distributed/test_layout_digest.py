@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdistadam as jda
-from jdistadam.distributed.checks import check_layout_of
+from jdistadam.distributed.checks import check_state
 from jdistadam.distributed.layout import Leaf, make_layout
 from jdistadam.distributed.layout_text import VERSION, differences, digest_of, text_of
 from jdistadam.training import admission
@@ -216,9 +216,9 @@ def test_a_state_that_a_step_returned_is_not_read_again(monkeypatch):
     def checked(*args, digest=None):
         if digest is None:
             read.append(args)
-        return check_layout_of(*args, digest=digest)
+        return check_state(*args, digest=digest)
 
-    monkeypatch.setattr(admission, "check_layout_of", checked)
+    monkeypatch.setattr(admission, "check_state", checked)
     tx = make_tx()
     step, other = (jda.train_step(loss_fn, tx) for _ in range(2))
     state = jda.TrainState.create(make_params(), tx)
